@@ -47,7 +47,7 @@ from cluster.admission import Admission, ERRORS, Role
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
-from cluster.link import WHICH_HOST, Link, OldCoordinator, RunEnded, check_address
+from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
@@ -360,10 +360,9 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     """Serves the coordinator at host:port with `engine`, through interruptions, to the planned end of the run; with
     retry=False until the coordinator closes. Returns the number of chunks done. The engine keeps the state it has come
     to. tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a
-    data_files.Decoding or None;
-    access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2 is called with protocol 1;
-    name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where no coordinator
-    can be, or one that does not fit or refuses this worker."""
+    data_files.Decoding or None; access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2
+    is called with protocol 1; name: in the coordinator's lines, default host and device; options: of Worker. Raises
+    NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
@@ -399,14 +398,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 raise
             problem = str(error)
         except OSError as error:
-            if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
+            if connected and not retry:
+                return worker.chunks
+            problem = "the coordinator is gone" if connected else f"cannot join {host}:{port}: {reason(error)}"
             if not retry:
-                if connected:
-                    return worker.chunks
-                raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = ("the coordinator is gone" if connected else
-                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
+                raise NetError(problem) from None
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
@@ -420,7 +416,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
 
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
-OTHER_FILES = 64           # files that a coordinator may open beside its connections
+OTHER_FILES = 128          # files and sockets of the page that a coordinator may open beside its connections
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
@@ -485,8 +481,8 @@ class RemoteWorker(Role):
                 self.take_reward(*wire.REWARD.unpack(payload))
             case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
-                line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
-                coordinator.events.message(self.author.name, text, line)
+                coordinator.events.message(self.author.name, text,
+                                           f"worker {self.session.title}:\n" * coordinator.peers)
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
@@ -550,8 +546,7 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
     islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
-    whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
-    EggError for an option that cannot be used."""
+    whose attach(coordinator) returns the page. Raises an EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
     _measuring = None          # the worker that measures the last state; False: that is done
@@ -569,7 +564,7 @@ class Coordinator:
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = snapshots.Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
-        self.admission = Admission(self, access, room_for_connections(http))
+        self.admission = Admission(self, access, room_for_connections())
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
@@ -597,7 +592,7 @@ class Coordinator:
             self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
-            self.collector.check(now)
+            self.collector.check()
             self._complete_step()                    # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
@@ -644,7 +639,6 @@ class Coordinator:
         self.hub.close()
         if self.page:
             self.page.close()
-        self.shelf.close_unread()
 
     # who comes and goes (cluster.admission lets in)
 
@@ -844,15 +838,14 @@ class Coordinator:
         self._begin_step()
 
 
-def room_for_connections(http):
+def room_for_connections():
     """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    files = OTHER_FILES + (http.descriptors if http else 0)
-    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
     if room < LEAST_CONNECTIONS:
-        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
-                       "raise the limit with `ulimit -n 4096`")
+        raise NetError(f"this process may open {limit} files, and a coordinator needs "
+                       f"{OTHER_FILES + LEAST_CONNECTIONS}: raise the limit with `ulimit -n 4096`")
     return room
 
 

@@ -124,18 +124,13 @@ class Dispatcher:
         erred = self.work.result(worker, chunk, result.packed, result.sum_loss)
         if worker.waiting or chunk not in self.work.done:
             self.changed = True
-        if dispute := self.work.dispute(chunk):
-            self._report(chunk, *dispute)
+        if authors := self.work.dispute(chunk):
+            names = " and ".join(author.name for author in authors)
+            hint = "; is reward() a function of its input alone? look for sets, clocks and random"
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}: another worker decides, or "
+                             "they evaluate it again; if each repeats its result, start another worker"
+                             f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
         return erred
-
-    def _report(self, chunk, authors, stuck):
-        """A line about results that differ."""
-        names = " and ".join(author.name for author in authors)
-        mend = ("each repeats its result: start another worker, which decides" if stuck else
-                "they evaluate it again" if self.authors <= set(authors) else "another worker decides")
-        hint = "; is reward() a function of its input alone? look for sets, clocks and random"
-        self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}: {mend}"
-                         f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
 
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""

@@ -9,6 +9,7 @@ disk: `replacing`, `link_file` and `sync_directory` end with that."""
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import importlib.util
 import json
@@ -45,7 +46,7 @@ LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs wi
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
+PIECE = 1 << 25                          # bytes of FILE that are copied at a time
 WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
 
@@ -65,9 +66,7 @@ def open_file(path, mode="rb"):
     append (mode "ab"), the file need not be there."""
     if os.path.lexists(path) and not _is_plain(path):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    # the flags are for one that takes the place of a file just now
-    return open(path, mode, buffering=0,
-                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
+    return open(path, mode, buffering=0)
 
 
 def _is_plain(path):
@@ -313,28 +312,24 @@ class Run:
 
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
-        The run goes on meanwhile; the last PIECE, with the steps that have come, is copied in the loop."""
+        The run goes on meanwhile; the steps that have come are copied in the loop."""
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
         with replacing(self.directory, FILE) as file:
             file.write(header)
 
-            def left():
-                return offsets[-1] - shift - file.tell()
-
-            def copy():
-                piece = os.pread(old.fileno(), min(left(), PIECE), file.tell() + shift)
-                if not piece:
-                    raise OSError(errno.EIO, "it has become shorter", self._name)
-                file.write(piece)
+            def copy(end):
+                while (at := file.tell() + shift) < end:
+                    if not (piece := os.pread(old.fileno(), min(end - at, PIECE), at)):
+                        raise OSError(errno.EIO, "it has become shorter", self._name)
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
 
-            while left() > PIECE:
-                yield copy
-            while left():                    # a read may return less
-                copy()
+            for _ in range(2):               # at the second time what has come during the first
+                yield functools.partial(copy, offsets[-1])
+            copy(offsets[-1])
             new = open_file(file.name, "r+b")
         self._file = new
         self._offsets = [at - shift for at in offsets[first:]]
@@ -489,20 +484,10 @@ def holds_run(directory):
     return os.path.isfile(_file_of(directory))
 
 
-def is_blank(directory, begun=False):
-    """Whether the run in a directory has no step; begun: also where it has a state to begin with."""
+def is_blank(directory):
+    """Whether the run in a directory has no step, and no state to begin with."""
     _, start, size = _header_of(_file_of(directory))
-    return os.path.getsize(_file_of(directory)) <= size and (begun or not start)
-
-
-def discard(directory):
-    """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
-    with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
-        lock = os.open(directory, os.O_RDONLY)
-        undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_blank(directory, begun=True):
-            shutil.rmtree(directory)
+    return os.path.getsize(_file_of(directory)) <= size and not start
 
 
 def _is_ours(directory):
@@ -667,19 +652,17 @@ def non_default(cfg):
     return {name: value for name, value in saved.items() if value != default[name]}
 
 
-def differing(there, here):
-    """{name: (value there, value here)} of the constants in which two configurations (see Config.saved) differ, in the
-    order of egg_config.py, where what matters most comes first."""
+def difference(there, here, where=("there", "here")):
+    """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
+    where what matters most comes first, as one text, with the number of the others; "" where they agree."""
     there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
     foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
-    pairs = {name: (there.get(name, "unknown"), here.get(name, "unknown"))
-             for name in (*egg_config.CONSTANTS, *sorted(foreign))}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def difference(there, here, where=("there", "here")):
-    """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
+    texts = []
+    for name in (*egg_config.CONSTANTS, *sorted(foreign)):
+        values = [constants.get(name, "unknown") for constants in (there, here)]
+        if values[0] != values[1]:
+            texts.append(one_line(f"{name} = " + ", ".join(
+                f"{'unset' if value == '' else value} {place}" for value, place in zip(values, where))))
     others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
     return "; ".join(texts[:NAMED] + others)
 

@@ -42,7 +42,7 @@ class Step:
         self.done = {}
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
-        self._reported = set()                       # (chunk, stuck) of `dispute`
+        self._reported = set()                       # chunks of `dispute`
 
     @property
     def disputed(self):
@@ -140,15 +140,10 @@ class Step:
                 self._wanted(chunk)
 
     def dispute(self, chunk):
-        """Whether the results of a chunk differ and are not decided: None, or (its authors, whether all have repeated
-        their results, so that only another one can decide); each once."""
-        if not self._differ(chunk):
-            return None
-        stuck = self._repeated[chunk] >= self.results[chunk].keys()
-        if (chunk, stuck) in self._reported:
-            return None
-        self._reported.add((chunk, stuck))
-        return sorted(self.results[chunk]), stuck
+        """[Author]: those whose results of a chunk differ and are not decided, once; else None."""
+        if self._differ(chunk) and chunk not in self._reported:
+            self._reported.add(chunk)
+            return sorted(self.results[chunk])
 
     def _differ(self, chunk):
         return chunk not in self.done and len(set(self.results.get(chunk, {}).values())) > 1

@@ -69,7 +69,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
         assert honest.chunk(0) == 0
     told = [line for line in server.said.splitlines() if line.startswith("refused")]
     assert len(told) == 4, told
-    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret",
+    for words in ("wrong secret", "it does not believe our proof", "protocol 1 has no secret",
                   "JOB_REQUEST before the introduction"):
         assert sum(words in line for line in told) == 1
 
@@ -136,18 +136,18 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
-    """A forgotten preset, on either side; else the constants, with their values where they are unset."""
+    """The constants, with their values where they are unset, and what both sides have to be given."""
+    advice = ": give both the same --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
-        turned_away("the coordinator's constants are those of --preset laptop-bytes: give it to the worker too$",
-                    server, default)
+        turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
+                    + advice, server, default)
         turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
-                    r"at the coordinator, \[\] at the worker$", server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+                    r"at the coordinator, \[\] at the worker" + advice,
+                    server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
     with Server(tmp_path, default, access=Access(SECRET)) as server:
-        turned_away("configuration: the worker's constants are those of --preset laptop-bytes: give it to the "
-                    "coordinator too", server, laptop, secret=SECRET)
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
-                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$",
+                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,
                     server, secret=SECRET, config={**laptop.saved(), "CREDIT": 9})
 
 

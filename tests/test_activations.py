@@ -132,7 +132,7 @@ def test_protocol_1_is_refused_by_name(tmp_path):
         peer = Peer(server)
         peer.ask(0)
         assert peer.closed()
-        server.says("noise on activations (PERTURB) needs workers of protocol 2")
+        server.says("islands and noise on activations: a worker of protocol 2 is needed")
 
 
 def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):

@@ -153,7 +153,7 @@ def edited(tmp_path, old, new):
     ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
     ("\nSOFT_TARGETS = () ", "\nSOFT_TARGETS = 5 ", "SOFT_TARGETS = 5: must be pairs of a step and a context"),
     ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
-     "N_LAYER: a constant needs the comment behind its value: # allowed | agree | meaning; did you mean N_LAYERS?"),
+     "N_LAYER: a constant needs the comment behind its value: # allowed | agree | meaning"),
     ('\nPORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator\n', "\nPORT = 12346\n",
      "PORT: a constant needs the comment behind its value: # allowed | agree | meaning"),
     ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
@@ -196,7 +196,7 @@ def test_good_edits(tmp_path):
     assert wide.make().fingerprint() == make(HIDDEN_DIM=512).fingerprint()
     assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().fingerprint() == make().fingerprint()
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
-    with raises(misspelt.ConfigError, match="the constant N_LAYERS is missing; is it N_LAYER in line"):
+    with raises(misspelt.ConfigError, match="the constant N_LAYERS is missing"):
         misspelt.make().N_LAYERS
 
 

@@ -16,7 +16,7 @@ from pytest import approx, mark, raises
 import egg_config
 import egg_net
 from cluster import event_log, history, wire
-from cluster.console import printable, sample_parts
+from cluster.console import printable
 from cluster.status import Progress
 from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
@@ -50,8 +50,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
 def test_no_message_takes_long(text, tmp_path):
     with told_to() as events:
         started = time.process_time()
-        events.message("w", shown := printable(text), shown)
-        egg_net.Console(Lines()).sample(shown)
+        events.message("w", printable(text))
         assert time.process_time() - started < 0.3
 
 
@@ -59,18 +58,17 @@ def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     """Where chunk 0 is evaluated twice, its worker samples twice."""
     with told_to(log_json=tmp_path / "log") as log:
         for worker, text in ("w", "0: p >>> a"), ("v", "0: p >>> a"), ("v", "1: p >>> a"), ("w", "1: p >>> b"):
-            log.message(worker, line := f"sample at step {text}", line)
+            log.message(worker, f"sample at step {text}")
     told = of_kind("sample", events(tmp_path / "log"))
     assert [(e["worker"], e["step"], e["text"]) for e in told] == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
 
 
 def test_what_is_a_sample():
-    for text, parts in {"  sample at step 5: >>> a: >>> b": ("  sample at step 5: ", 5, ">>> a:", "b"),
-                        "sample at step 5:  >>> b": ("sample at step 5: ", 5, "", "b"),
-                        "a sample at step 5: x >>> b": ("", None, "a sample at step 5: x", "b"),
-                        f"sample at step {'1' * 19}: x >>> b": ("", None, f"sample at step {'1' * 19}: x", "b"),
-                        "    >>> b": ("   ", None, "", "b"), "sample at step 5: x": None}.items():
-        assert sample_parts(text) == parts
+    for text, parts in {"  sample at step 5: >>> a: >>> b": ("  sample at step 5: ", "5", ">>> a:", "b"),
+                        "sample at step 5:  >>> b": ("sample at step 5: ", "5", "", "b"),
+                        "a sample at step 5: x >>> b": None, f"sample at step {'1' * 19}: x >>> b": None,
+                        "    >>> b": None, "sample at step 5: x": None}.items():
+        assert (match := event_log.SAMPLE.fullmatch(text)) == parts or match.groups() == parts
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
@@ -308,11 +306,6 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
         "reward": (8, 0.5), "reward_lowest": (8, 0.25), "reward_logged_mine": (8, 2.0),
         "sample/text_summary": (9, "    To be, >>> or\n    not")}
-    next((tmp_path / "tb").iterdir()).rename(tmp_path / "tb" / "first")     # the library names files by the second
-    with told_to(tensorboard=tmp_path / "tb") as told:         # it goes on: its first worker validates again
-        told.emit("start", step=7, directory=None, config=CFG.constants())
-        told.emit("validation", step=7, tokens=70, value=9.0, unit="bits/byte")
-    assert records(tmp_path / "tb")["validation/bits_per_byte"] == (7, 3.5)
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):

@@ -192,7 +192,7 @@ def test_what_must_be_the_same_on_all_islands_is(tmp_path):
             assert says in a.said
         with a.connect() as old:
             old.sendall(frame(wire.Frame(wire.JOB_REQUEST), bytes(24)))
-            assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.said
+            assert old.recv(100) == b"" and "protocol 1 has no secret, TLS, islands" in a.said
         other = changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7)
         with Isle(tmp_path / "b", "b", 0, [a], cfg=other) as b:
             b.tells("peer", peer="a", state="up")

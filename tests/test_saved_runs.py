@@ -345,12 +345,16 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
 
 
 def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
-    plain, coloured = "  a\n  b >>> c", "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
+    def shown(terminal):
+        console = egg_net.Console(Lines(terminal))
+        console.emit({"event": "sample", "prompt": "a\nb\x1b[1m", "text": "c"}, "sample: ")
+        return console.stream.text
+
+    plain, coloured = "sample: a\u23ceb[1m >>> c\n", "sample: \x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for terminal, shown in (True, coloured), (False, plain):
-        assert egg_net.Console(Lines(terminal)).sample(plain) == shown
+    assert (shown(True), shown(False)) == (coloured, plain)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert egg_net.Console(Lines(True)).sample(plain) == plain
+    assert shown(True) == plain
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
@@ -512,8 +516,8 @@ def test_a_trace_shows_every_part_of_member_0(here):
 def test_debug_command_and_layout(here):
     out = prints("debug --json trace.jsonl")
     head, names, *lines = out.splitlines()
-    assert head == "step 6, member 0, position 7" and names.split()[:3] == ["name", "layer", "mean"]
-    assert re.fullmatch(r"LN1 +0( +-?\d+\.\d\d){3}( +\d+%){2} +-?\d+ to -?\d+", lines[4])
-    assert [*map(str.split, lines)].count(["layer", "head", "entropy", "peak", "largest", "sum", "context"]) == 1
+    assert head == "step 6, member 0, position 7" and names.split()[:3] == ["layer", "name", "mean"]
+    assert re.fullmatch(r"0 +LN1( +-?\d+\.\d\d){5}( +-?\d+){2}", lines[4])
+    assert [*map(str.split, lines)].count("layer name head entropy peak largest sum context".split()) == 1
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]

@@ -158,7 +158,7 @@ def test_the_worker_refuses_what_cannot_be_right(reason, answer):
 
 def test_unreachable_hosts_are_one_line():
     port = free_port()
-    for host, words in (("a..b", "cannot be reached"), ("127.0.0.1", "no coordinator at"),
+    for host, words in (("a..b", "cannot be reached"), ("127.0.0.1", "cannot join 127.0.0.1:"),
                         ("localhost:12345", "cannot be reached: .*: write localhost --port 12345")):
         with refused(words):
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))

@@ -72,21 +72,14 @@ def trace(cfg, state, tokens):
 # --- for people and for programs -------------------------------------------------------------------------------------
 
 def describe(traced):
-    """[str]: the lines of a trace, a table of values and one of attention."""
-    values, queries = [], []
+    """[str]: the lines of a trace, a table of values and one of attention; layer -1: outside the layers."""
+    lines, tables = [f"step {traced['step']}, member 0, position {traced['position']}"], {}
     for part in traced["parts"] + traced["weights"]:
-        place = "" if part["layer"] < 0 else str(part["layer"])
-        if "head" in part:
-            queries.append((place, str(part["head"]), *(f"{part[name]:.2f}" for name in ("entropy", "peak")),
-                            *(str(part[name]) for name in ("largest", "sum", "context"))))
-        else:
-            values.append((part["name"], place, *(f"{part[name]:.2f}" for name in ("mean", "std", "entropy")),
-                           *(f"{part[name]:.0%}" for name in ("saturated", "zero")),
-                           f"{part['low']} to {part['high']}"))
-    lines = table(("name", "layer", "mean", "std", "entropy", "saturated", "zero", "range"), values, 1)
-    if queries:
-        lines += table(("layer", "head", "entropy", "peak", "largest", "sum", "context"), queries, 0)
-    return [f"step {traced['step']}, member 0, position {traced['position']}", *lines]
+        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in part.values()]
+        tables.setdefault(tuple(part), []).append(cells)
+    for head, rows in tables.items():
+        lines += table(head, rows, 2)
+    return lines
 
 
 def report(cfg, engine, tokens, console, path=None):
