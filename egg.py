@@ -203,9 +203,11 @@ def of_directory_or_machine(args):
     return saved, run
 
 
-def begin(cfg, args):
+@contextlib.contextmanager
+def begun(cfg, args):
     """Checks that a run with an objective has it, and tries the file before `train` begins a new run. With --load-dir
-    and an objective or other constants the --save-dir, by default a new directory, begins with that model."""
+    and an objective or other constants the --save-dir, by default a new directory, begins with that model. Where the
+    block fails (a used port, too little memory) before a step is done, a new directory is gone again."""
     objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
@@ -215,12 +217,22 @@ def begin(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    if args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
-                        or history.has_old_votes(args.load_dir)):
-        from tools import use
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
+                              or history.has_old_votes(args.load_dir))
+    if begins:
         args.save_dir = args.save_dir or history.beside(args.load_dir)
-        use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr), args.step)
-        args.load_dir = None
+    new = args.save_dir and not os.path.lexists(args.save_dir)
+    try:
+        if begins:
+            from tools import use
+            use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
+                      args.step)
+            args.load_dir = None
+        yield
+    except Exception:
+        if new:
+            history.discard(args.save_dir)
+        raise
 
 
 def what_suits(cfg, args, presets):
@@ -245,9 +257,9 @@ def train(cfg, args):
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
-    begin(cfg, args)
-    done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
-                       **of_the_run(args))
+    with begun(cfg, args):
+        done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
+                           **of_the_run(args))
     directory = done.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
@@ -291,10 +303,10 @@ def coordinator(cfg, args):
     elif args.peer or args.no_accept:
         raise egg_config.ConfigError("--peer and --no-accept are for islands: give --island NAME too")
     console = run_console(args)
-    begin(cfg, args)
-    done = egg_net.run_coordinator(
-        cfg, args.host, args.port, console=console, access=access, http=page(args, access), island=island,
-        **of_the_run(args), hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+    with begun(cfg, args):
+        done = egg_net.run_coordinator(
+            cfg, args.host, args.port, console=console, access=access, http=page(args, access), island=island,
+            **of_the_run(args), hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(done.run.directory, console)
 
 
@@ -335,9 +347,9 @@ def ray(cfg, args):
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
     console, access = run_console(args), access_to_page(args)
-    begin(cfg, args)
-    from deploy import ray
-    done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
+    with begun(cfg, args):
+        from deploy import ray
+        done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
     invite_to_continue(done.run.directory, console)
 
 

@@ -484,10 +484,20 @@ def holds_run(directory):
     return os.path.isfile(_file_of(directory))
 
 
-def is_blank(directory):
-    """Whether the run in a directory has no step, and no state to begin with."""
+def is_blank(directory, begun=False):
+    """Whether the run in a directory has no step; begun: also where it has a state to begin with."""
     _, start, size = _header_of(_file_of(directory))
-    return os.path.getsize(_file_of(directory)) <= size and not start
+    return os.path.getsize(_file_of(directory)) <= size and (begun or not start)
+
+
+def discard(directory):
+    """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
+    with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
+        lock = os.open(directory, os.O_RDONLY)
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_blank(directory, begun=True):
+            shutil.rmtree(directory)
 
 
 def _is_ours(directory):

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -18,7 +19,7 @@ import egg
 import egg_config
 from egg_config import make
 from cluster.console import Console, stop_signals
-from cluster.history import configuration, newest, open_run, read_run, snapshot_name
+from cluster.history import configuration, discard, newest, open_run, read_run, snapshot_name
 from cluster.snapshots import state_hash
 from engine import hardware
 from tools import train, use
@@ -148,6 +149,30 @@ def test_a_run_without_a_step_is_replaced(bytes_here, compiled):
     pathlib.Path("new/data.sha256").write_text("ab" * 32)
     said = succeeds(run("train --steps 1 --save-dir new", *bytes_here[-2:], "-DSAMPLE_EVERY=0"))
     assert "takes its place" not in said and configuration("new")["SEQ_LEN"] == 16
+
+
+@mark.parametrize("load_dir", ["", "--load-dir ckpt -DLR_SCHEDULE=0:0.1"])
+def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir, compiled):
+    def ends(words, line, *more):
+        done = run(f"{line} --save-dir new", *more, *shlex.split(load_dir))
+        assert done.returncode == 1 and words in done.stderr.splitlines()[-1], done
+
+    succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ends(f"port {port} is in use", f"coordinator --port {port}", *bytes_here[:-2])
+        ends(str(port), f"train --http {port}", *bytes_here)
+    monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
+    ends("too little memory", "train", *bytes_here)
+    assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
+    with closing(open_run(CFG, "new")):                          # of a process that was quicker, and has it in use
+        discard("new")
+        assert os.path.exists("new/history.egg")
+    discard("new")
+    discard("ckpt")
+    fails(run("train --save-dir ckpt", *bytes_here), 1, "too little memory")
+    assert not os.path.exists("new")
+    assert configuration("ckpt")
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
