@@ -234,11 +234,19 @@ def begin_tensorboard(directory):
     """Scalars and samples by the SummaryWriter of tensorboardX (see Library). Its queue has no limit, and a full disk
     would end the thread that empties it."""
     from tensorboardX import SummaryWriter
+    goes_on = os.path.isdir(directory) and os.listdir(directory)
+    known = None                                     # the step with which a run goes on: its validation is there already
     with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
         writer = SummaryWriter(str(directory), max_queue=0, flush_secs=FLUSH_EVERY)
 
     def log(event):
-        if event["event"] == "sample":               # indented: TensorBoard renders it as a code block of Markdown
+        nonlocal known
+        kind = event["event"]
+        if kind == "start" and goes_on:
+            known = event["step"]
+        elif kind in ("validation", "reward") and event["step"] == known:
+            return
+        if kind == "sample":                         # indented: TensorBoard renders it as a code block of Markdown
             text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
             writer.add_text("sample", text, event["step"], event["time"])
         for name, value in figures(event).items():

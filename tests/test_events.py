@@ -306,6 +306,11 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
         "reward": (8, 0.5), "reward_lowest": (8, 0.25), "reward_logged_mine": (8, 2.0),
         "sample/text_summary": (9, "    To be, >>> or\n    not")}
+    next((tmp_path / "tb").iterdir()).rename(tmp_path / "tb" / "first")     # the library names files by the second
+    with told_to(tensorboard=tmp_path / "tb") as told:         # it goes on: its first worker validates again
+        told.emit("start", step=7, directory=None, config=CFG.constants())
+        told.emit("validation", step=7, tokens=70, value=9.0, unit="bits/byte")
+    assert records(tmp_path / "tb")["validation/bits_per_byte"] == (7, 3.5)
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
