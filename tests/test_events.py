@@ -135,7 +135,7 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
 
 @mark.parametrize("limits, ends, why", [
     (dict(target=2.1), 2, "as the validation has come to 2.0000 bits/byte"),
-    (dict(patience=2), 4, "as 2 validations were no better than that of step 2"),
+    (dict(patience=2), 4, "by --patience 2: no validation was better than that of step 2"),
     (dict(patience=3), None, ""), (dict(target=1.9, patience=4), None, "")])
 def test_a_good_validation_or_many_without_a_better_one_end_a_run(limits, ends, why):
     run = SimpleNamespace(step=0, start=SimpleNamespace(step=0))
