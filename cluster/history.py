@@ -506,8 +506,8 @@ def _is_ours(directory):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
-        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
-                           "saved run")
+        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin: give the directory "
+                           "of a saved run")
     return ours
 
 

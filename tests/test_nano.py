@@ -108,7 +108,7 @@ def test_it_reads_text_and_tokens_and_writes(name, tmp_path, monkeypatch, capsys
     first, last, written = capsys.readouterr().out.split("\n", 2)
     end = len(text) - len(text) // 20
     text, unread = (text[:end], text[end:]) if name == "my.txt" else (text, b"".join(words[k] for k in chosen[:1000]))
-    assert first == f"{len(text):,} bytes to learn from, {len(unread):,} for validation"
+    assert first == f"{len(text):,} bytes to learn from for {nano.SECONDS} s, {len(unread):,} for validation"
     assert last.startswith("step 1 ") and last.endswith("bits/byte")
     assert written.encode().startswith(unread[:nano.SEQ_LEN]) and len(written) > 400
 

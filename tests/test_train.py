@@ -131,7 +131,7 @@ def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, c
                           "lies in run\n", said)[1])
     assert 0 < steps < 30 and os.path.exists("run/" + snapshot_name(steps))
     said = succeeds(run(f"{ask} --patience 1 -DLR_SCHEDULE=0:0".replace("run", "still"), *often))
-    assert re.search(r"\nstopped after \d+ steps, as 1 validations were no better than that of step 0; the run", said)
+    assert re.search(r"\nstopped after \d+ steps, by --patience 1: no validation was better than that of step 0", said)
     done = run("train --target 2", *bytes_here, "-DVALIDATE_EVERY=0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("egg: --target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY")
