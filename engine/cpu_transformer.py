@@ -4,11 +4,10 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_compiler import inlined, inner, leaf, njit
 from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, add_residual, amax, copy_row, disturb, draw_norm, draw_sides,
                                 embed, i64, keep, largest, layer_norm, mlp, new_logits, new_sides, padded, product,
                                 score_rows, write_next)
-from engine.cpu_rules import attention_share, clip, f64, i32, shift_right, u32
+from engine.cpu_rules import attention_share, clip, f64, i32, inlined, inner, leaf, njit, shift_right, u32
 from engine.simd import PANEL, ROWS, exp_sum, local, tile
 from model import parameters
 
@@ -55,7 +54,7 @@ def rotate(pairs, r, rope, t, bit):
 def attend(c, room, layer, m, first_row, start, n, record, at):
     """Causal attention of member m: its queries room.q (+ 128) from first_row on stand at positions start..start + n -
     1; room.x (+ 128) is filled. The weights (up to 19 bits) times the values are three exact products of bytes. record:
-    None, or a Record with these queries from row `at` on."""
+    it has these queries from row `at` on."""
     D, H, columns = c.HEAD_DIM, c.HIDDEN_DIM, room.weights.size
     slot = layer % room.keys.shape[0]
     keys, values = room.keys[slot, m], room.values[slot, m]
@@ -83,9 +82,8 @@ def attend(c, room, layer, m, first_row, start, n, record, at):
             for r in range(count):
                 visible = start + block + r + 1
                 top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0,
-                                    i64(1))
-                if record is not None and at < record.tokens.size:
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0)
+                if at < record.tokens.size:
                     for p in range(visible):
                         record.shares[at // record.T, layer, head, block + r, p] = attention_share(weights[p],
                                                                                                    totals[r])
@@ -124,8 +122,7 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
     draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
         layer_norm(c, room.h[first:], min(GROUP, rows - first), n - first, norm, x[first:])
-    if record is not None:
-        keep(record, W_Q, layer, at, rows, x)
+    keep(record, W_Q, layer, at, rows, x)
     for param in range(W_Q, W_O):
         draw_sides(c, param, layer, S, noisy, sides)
         product(c, param, layer, sides, noisy, x, rows, n, y)
@@ -134,9 +131,8 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
                 count, first = min(GROUP, n - t), m * n + t
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT)
-                amax(y, first, count, one, 0, 0)
-                if record is not None:
-                    disturb(c, record, param, layer, at + first, count, i32(1), i32(127), i32(127), one)
+                amax(y, first, count, one)
+                disturb(c, record, param, layer, at + first, count, i32(1), i32(127), i32(127), one)
                 for r in range(count):
                     p = start + t + r
                     if param == W_Q:
@@ -153,22 +149,20 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
                             value[i] = one[r, i]
     for m in range(members):
         attend(c, room, layer, m, m * n, start, n, record, at)
-    if record is not None:
-        keep(record, W_O, layer, at, rows, x)
+    keep(record, W_O, layer, at, rows, x)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for first in range(0, rows, GROUP):
         add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, None)
-    if record is not None:
-        disturb(c, record, W_O, layer, at, rows, i32(1), i32(127), i32(127), room.h)
+    disturb(c, record, W_O, layer, at, rows, i32(1), i32(127), i32(127), room.h)
 
 
 @leaf
 def read(c, S, noisy, tokens, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
-    sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
+    sequence, as `embed` takes them. record: it has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, n, start, members * n, room.h, record, at)
+    embed(c, S, noisy, tokens, n, start, room.h, record, at)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room, record, at)
@@ -178,8 +172,8 @@ def read(c, S, noisy, tokens, n, start, room, record, at):
 @njit
 def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
-    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: None, or a
-    Record that these sequences fill."""
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: these
+    sequences fill it."""
     members = 1 + noisy
     room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
     z = new_logits(c)
@@ -193,7 +187,7 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
 def write_texts(c, writing, texts, start, end, cache, record):
     """Fills texts int32 [sequences, room] behind their prompts, up to position `end`, one after the other; `start`
     tokens of a single one may be read already. cache: of `memory`; c: with tables for `room` positions. record:
-    None."""
+    an empty one."""
     z, last = new_logits(c), np.empty((1, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
         t, least = start, start if start else writing.lengths[q]

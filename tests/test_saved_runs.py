@@ -23,7 +23,7 @@ import egg_net
 from cluster import snapshots
 from cluster.history import configuration, open_run, read_run
 from engine import cpu_engine, cpu_transformer
-from model import data_files, integer_tables, parameters, rules, state_digest
+from model import data_files, integer_tables, parameters, rules
 from model.reading import Reading
 from tools import debug, use
 from tools.use import UseError
@@ -153,7 +153,7 @@ def with_state(state):
 def uploaded(state, directory):
     """A snapshots.Upload that has got all of a State."""
     body = snapshots.pack(state)
-    upload = snapshots.Upload(CFG, state.step, state.seed, state_digest.of_state(state), directory)
+    upload = snapshots.Upload(CFG, state.step, state.seed, parameters.digest_of(state), directory)
     upload.feed(len(body), 0, body)
     upload.check()
     return upload
