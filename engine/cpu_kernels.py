@@ -330,7 +330,7 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
+                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at,
                      out.shape[1], k4)
 
 
@@ -353,7 +353,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, PANEL, votes, at, padded, votes, at, padded, length // 4)
+        tile(x, r * length, length, panel, 0, votes, at, padded, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------

@@ -206,26 +206,25 @@ def operation(result):
     return decorate
 
 
-def _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4):
+def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
     """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8 [k4,
-    PANEL, 4] (its first stride in units of 4 bytes), out int32 (row stride in elements)."""
+    PANEL, 4], contiguous, out int32 (row stride in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
         word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
-    pitch = builder.mul(w_stride, I64(4))
-    panel = lambda k, c: _weights(builder, _at(builder, w, k, pitch, builder.mul(c, I64(4))), LANES)
+    panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
     _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, w: "array", w_stride, init: "array", init_stride, out: "array", out_stride, k4):
+def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
-    _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -242,7 +241,7 @@ def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "
         first = _load(builder, builder.gep(init, [c]), vector)
         return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-    _product(builder, begin, x, x_stride, w, I64(PANEL), out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
 @operation(types.void)

@@ -25,7 +25,7 @@ def hold_against_numpy():
 
     @compiled
     def products(x, x_at, w, w_at, init, init_stride, out, k4):
-        simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, simd.PANEL + 3, init.ravel(), 0, init_stride, out.ravel(), 0,
+        simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, init.ravel(), 0, init_stride, out.ravel(), 0,
                   out.shape[1], k4)
 
     @compiled
@@ -63,11 +63,10 @@ def hold_against_numpy():
             x = rng.integers(low, high, (rows, 4 * k4 + 5)).astype(uint8)
             w = rng.integers(-128, -127 if low else 128, (k4, panel, 4)).astype(int8)
             packed = np.concatenate([np.zeros(7, int8), w.ravel()])
-            apart = np.concatenate([np.zeros(7, int8), np.pad(w, ((0, 0), (0, 3), (0, 0))).ravel()])
             for init, stride in ((rng.integers(-9999, 9999, (rows, panel + 3)).astype(int32), panel + 3),
                                  (rng.integers(-9999, 9999, (1, panel)).astype(int32), 0)):
                 out = np.zeros((rows, panel + 3), int32)
-                products(x, 1, apart, 7, init, stride, out, k4)
+                products(x, 1, packed, 7, init, stride, out, k4)
                 plain = x[:, 1:1 + 4 * k4].astype(int64) @ w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(int64)
                 hold(out, plain + init[:, :panel], k4)
             init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(int32)
