@@ -56,15 +56,17 @@ def kernels(cfg, cc, shared_limit):
     "digest"."""
     gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
     forward = egg_kernels.build_forward(cfg, gpu)
+    of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
     for function in update.build(cfg, cc[0] == 9) + build(cfg):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
-    key = kernel_cache.key(numba_cuda.__version__, vars(cfg), cc, gpu)
+    made_of = numba_cuda.__version__, vars(cfg), cc
+    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of)
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
-        kernel.file = f"cuda-{kernel.name}-{number}-{key}"
+        kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
 
 
