@@ -51,7 +51,8 @@ def attend(c, room, layer, m, first_row, start, n, record, at):
     """Causal attention of member m: its queries room.q from first_row on stand at positions start..start + n - 1;
     room.x (+ 128) is filled. record: it has these queries from row `at` on."""
     D, slot = c.HEAD_DIM, layer % room.keys.shape[0]
-    keys, values, scores, weights = room.keys[slot, m], room.values[slot, m], room.scores, room.weights
+    keys, values = room.keys[slot, m], room.values[slot, m]
+    scores, weights = room.scores, room.weights
     part, sums = local(D, i32), local(D, f64)
     for head in range(c.N_HEADS):
         base = head * D
