@@ -539,8 +539,8 @@ def arch(cfg, args):
     """print the architecture: parameters, sizes, what a step costs
 
     example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8"""
-    from tools import arch
-    print(arch.describe(cfg))
+    from tools import debug
+    print(debug.architecture(cfg))
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "

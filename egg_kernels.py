@@ -100,12 +100,11 @@ class Forward:
 
     def tables(self, **of_model):
         """Uploads the constant tables, `of_model` among them."""
-        exps = integer_tables.exp_table(self.cfg)
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       places=writing.places(self.cfg, self._packing), gelu=integer_tables.gelu_table(),
-                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **of_model)
+                      exps=integer_tables.exp_table(self.cfg), **of_model)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
     def pack(self, stream, weights, packed):

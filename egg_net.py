@@ -11,8 +11,8 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
     worker        Worker.serve                      asks for work: JOB_REQUEST
     coordinator   Coordinator._answer               hands out a chunk: JOB_RESPONSE
     worker        Worker._evaluate                  engine.evaluate makes losses,
-                  model.fitness_digits.chunk_fitness    these become digits,
-                  model.fitness_digits.pack_ternary     five digits a byte
+                  model.rules.chunk_fitness         these become digits,
+                  model.steps.pack_digits           five digits a byte
                   Worker._result                    makes a RESULT of them,
                   cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
     coordinator   cluster.admission.Session.received takes frames out of what has come
@@ -51,7 +51,7 @@ from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
-from model import ternary
+from model import steps
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
 
@@ -136,7 +136,7 @@ class Worker:
     def _evaluate(self, link, first):
         """(packed digits, loss) of the chunk that begins with member `first`."""
         import numpy as np
-        from model import fitness_digits
+        from model import rules
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
@@ -166,14 +166,15 @@ class Worker:
         if self.cfg.PERTURB == "activations":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), int(losses.sum())
+        return steps.pack_digits(rules.chunk_fitness(losses, self.cfg)), int(losses.sum())
 
     def _result(self, link, first, packed, loss):
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
         their digits; a disputed result makes it begin again."""
         self.done[first] = packed
         if len(self.done) == self.cfg.N_CHUNKS:
-            self._begin_update(ternary.join([self.done[first] for first in sorted(self.done)], self.cfg.CHUNK_DIGITS))
+            chunks = [self.done[first] for first in sorted(self.done)]
+            self._begin_update(steps.join_digits(chunks, self.cfg.CHUNK_DIGITS))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed = 0
@@ -200,13 +201,13 @@ class Worker:
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
 
-        size = ternary.packed_size(self.cfg.STEP_DIGITS)
+        size = steps.packed_size(self.cfg.STEP_DIGITS)
         try:
             if link.version == V2:
                 packed = history.unzip(packed, size)
             if len(packed) == size:
                 self._begin_update(packed)           # a GPU is at work while the digits are checked
-            ternary.check(packed, self.cfg.STEP_DIGITS)
+            steps.check_digits(packed, self.cfg.STEP_DIGITS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None

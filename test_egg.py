@@ -7,7 +7,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine, cpu_rules
-from model import fitness_digits, integer_tables, parameters, rules, seeds
+from model import integer_tables, parameters, rules, steps
 from model.reading import Reading
 from readings import (TINY, callable_by_python, drawn, equal, hold_validation_against_the_reading, plain_losses,
                       random_config, shaken, votes_on)
@@ -101,7 +101,7 @@ def test_sgd_accumulates_votes():
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
     engine = cpu_engine.CpuEngine(cfg)
-    before, fitness = engine.state(), fitness_digits.pack_ternary(np.array([1, -1, 0, 1], np.int8))
+    before, fitness = engine.state(), steps.pack_digits(np.array([1, -1, 0, 1], np.int8))
     changed, after = engine.update(fitness), engine.state()
     votes, rate = np.zeros((2, before.weights.size), np.float32)
     for t in parameters.tensors(cfg):
@@ -149,8 +149,8 @@ def test_noise_of_all_at_once_is_the_rule(gaussian):
         x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
         x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
         x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
-        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
-    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
+        assert steps.hash32(2 ** 32 - 3, np.array([i]))[0] == steps.hash32(-3, i) == x ^ x >> 16
+    assert steps.hash32(5, np.arange(50)).tolist() == [steps.hash32(5, i) for i in range(50)]
 
 
 def test_windows_begin_where_the_rule_says():
@@ -172,14 +172,14 @@ def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = fitness_digits.pack_ternary(f)
+        data = steps.pack_digits(f)
         assert len(data) == -(-n // 5)
-        equal(fitness_digits.unpack_ternary(data, n), f)
-    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+        equal(rules.unpacked_digits(data, n), f)
+    assert steps.pack_digits(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
-            fitness_digits.unpack_ternary(data, count)
+            rules.unpacked_digits(data, count)
 
 
 def test_initial_model_of_the_default_configuration():

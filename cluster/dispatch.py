@@ -7,7 +7,7 @@ from array import array
 
 from cluster.hub import Newest
 from cluster.step import Step
-from model import ternary
+from model import steps
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
@@ -118,7 +118,7 @@ class Dispatcher:
             self.give_back(worker, [chunk])
             return None
         if self.cfg.PERTURB == "activations":
-            self._shares.append(share := ternary.nonzero_share(result.packed))
+            self._shares.append(share := steps.nonzero_share(result.packed))
             if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
                 self.work.audit(chunk)
         erred = self.work.result(worker, chunk, result.packed, result.sum_loss)

@@ -25,7 +25,7 @@ from collections import namedtuple
 import egg_config
 from cluster.console import one_line
 from egg_config import EggError, explained
-from model import seeds, ternary
+from model import steps
 
 FILE = "history.egg"
 OLD = "history-{:03d}.egg"
@@ -222,8 +222,8 @@ class Run:
         if step == self.start.step - 1:
             return b""
         try:
-            packed = unzip(self.body(step), ternary.packed_size(self.cfg.STEP_DIGITS))
-            ternary.check(packed, self.cfg.STEP_DIGITS)
+            packed = unzip(self.body(step), steps.packed_size(self.cfg.STEP_DIGITS))
+            steps.check_digits(packed, self.cfg.STEP_DIGITS)
             return packed
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
@@ -293,7 +293,7 @@ class Run:
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
         with noise on activations a step is a digit a weight. state: SHA-256 of that state; digest: its
-        model.state_digest, or None. Raises OSError; then nothing has changed."""
+        model.parameters.Digest, or None. Raises OSError; then nothing has changed."""
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
@@ -338,7 +338,7 @@ class Run:
 
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
-        self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _pread(self, size, at):
@@ -356,7 +356,7 @@ class Run:
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets = [size]
-        self.start = start or Start(0, seeds.first_seed(self.cfg))
+        self.start = start or Start(0, steps.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
         most = most_body(self.cfg)
         while head := self._pread(HEAD, self._offsets[-1]):
@@ -548,14 +548,14 @@ def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
     run = _temporary_run(cfg)
     names = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
-    size = ternary.packed_size(cfg.STEP_DIGITS)
+    size = steps.packed_size(cfg.STEP_DIGITS)
     for step in range(1, len(names) + 1):
         path = os.path.join(directory, names.get(step, f"checkpoint_{step:08d}.bin"))
         with explained(HistoryError, path, "without it the model cannot be rebuilt"), open_file(path) as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         packed = data[CPP_CHECKPOINT.size:]
         try:
-            ternary.check(packed, cfg.STEP_DIGITS)
+            steps.check_digits(packed, cfg.STEP_DIGITS)
             run.append(packed, 0, 0)
             if not data.startswith(CPP_CHECKPOINT.pack(CPP_MAGIC, 1, step, run.seed, size)):
                 raise ValueError(f"it is not the checkpoint of step {step} of such a run")
@@ -627,7 +627,7 @@ def _copy_rest(source, target):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = ternary.packed_size(cfg.STEP_DIGITS)
+    size = steps.packed_size(cfg.STEP_DIGITS)
     return size + (size >> 8) + max(131072 - size >> 11, 0)
 
 

@@ -31,7 +31,7 @@ Head = namedtuple("Head", "step seed sha256 config before size")
 
 
 def state_hash(state):
-    """bytes [32]: SHA-256 of the same bytes as model.state_digest (without the zeros at its end)."""
+    """bytes [32]: SHA-256 of the same bytes as model.parameters.Digest (without the zeros at its end)."""
     digest = _begin(state.step, state.seed)
     for part in _parts(state):
         digest.update(part)
@@ -193,8 +193,8 @@ class Upload:
 
     def check(self):
         """Compares the state with the digest, in pieces, perhaps in a thread beside the loop."""
-        from model import state_digest
-        digests = state_digest.Digest(self.step, self.seed), _begin(self.step, self.seed)
+        from model import parameters
+        digests = parameters.Digest(self.step, self.seed), _begin(self.step, self.seed)
         left = sum(sizes(self._cfg))
         self._file.seek(HEAD_SIZE)
         for raw in _unpacked(self._file, left):

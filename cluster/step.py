@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque, namedtuple
 from itertools import islice
 
 from cluster.hub import Newest
-from model import ternary
+from model import steps
 
 LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one that the worker knows
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
@@ -55,7 +55,7 @@ class Step:
 
     def fitness(self):
         """bytes: the packed digits of all chunks, once the step is complete."""
-        return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
+        return steps.join_digits([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
 
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the

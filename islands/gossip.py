@@ -20,7 +20,7 @@ from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
 from egg_config import EggError, UsageError
 from egg_net import Hook
 from islands import merging
-from model import state_digest
+from model import parameters
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 # kinds of fitness, of which less is better: their units; of a reward it is the negative
@@ -354,7 +354,7 @@ class Island(Hook):
                 state = merging.merge(cfg, state, call.state, fitness.fitness, theirs.fitness)
             else:
                 state = merging.rejuvenate(cfg, state)
-            origin["digest"] = state_digest.of_state(state).hex()
+            origin["digest"] = parameters.digest_of(state).hex()
             self.coordinator.begin_epoch(state, origin)
         except ValueError as error:                  # a peer's state
             self._give_up(f"the state of {origin['from']} is not used: {error}")

@@ -18,8 +18,7 @@ import numpy as np
 
 import egg_config
 from engine import hardware, simd
-from model import (activations, fitness_digits, integer_tables, parameters, rules, seeds, soft_targets,
-                   state_digest)
+from model import activations, integer_tables, parameters, rules, soft_targets, steps
 from model.reading import Reading, clip, divide
 
 SEEDS = range(1000, 1100)      # every third one has the recurrent model
@@ -223,7 +222,7 @@ def head_errors(cfg, seed, z, targets, weight):
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
-    words = seeds.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
+    words = steps.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
     random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
     whole = weights.sum(1, keepdims=True) * targets.shape[1]
     parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
@@ -248,11 +247,11 @@ class PlainEngine:
 
         with mock.patch.object(Reading, "stored", lambda _, t: stored(t)):
             digits, loss = chunk_votes(self.cfg, state, self.tokens, self._followers.at_step(state.step), first)
-        return fitness_digits.pack_ternary(digits), loss
+        return steps.pack_digits(digits), loss
 
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
-        digits = fitness_digits.unpack_ternary(fitness, cfg.STEP_DIGITS)
+        digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
         votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
         f, rate = np.float32, np.float32(cfg.learning_rate(state.step))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
@@ -268,11 +267,11 @@ class PlainEngine:
             acc = np.where(moved != w, acc - (moved - w).astype(f), np.clip(acc, f(-1), f(1)))
             state.moments[t.span] = np.stack([m, v, acc], 1)
             changed += np.count_nonzero(moved != w)
-        state.seed, state.step = seeds.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
+        state.seed, state.step = steps.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
         return changed
 
     def digest(self):
-        return state_digest.of_state(self.whole)
+        return parameters.digest_of(self.whole)
 
 
 def course(engine, steps=STEPS):
@@ -302,7 +301,7 @@ def kinds_here():
     if not hardware.driver()[1]:
         return ["plain", *simd.available()]
     from engine import cuda_engine
-    return [simd.available()[0], *GPU_KINDS[not cuda_engine.card(0)[0]:]]
+    return [[*simd.available()][0], *GPU_KINDS[not cuda_engine.card(0)[0]:]]
 
 
 def told_by(kind, chosen):

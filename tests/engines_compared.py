@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 
 import egg_config
-from model import parameters, sampling
+from model import parameters, rules
 from compiling import CARDS
 from coordinators import until
 from fakes import any_fitness, step_alone
@@ -56,7 +56,7 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
     seen["validation"] = engine.validate(windows)
     seen["tokens"] = list(engine.generate(prompt, count, seed, **settings))
     written, seeds = texts.copy(), np.arange(seed, seed + len(texts), dtype=np.uint32) // 2
-    engine.write(written, lengths, seeds, sampling.settings(cfg, **settings))
+    engine.write(written, lengths, seeds, rules.sampling_settings(cfg, **settings))
     seen["texts"] = written.tolist()
     return seen, engine.state()
 

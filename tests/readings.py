@@ -5,7 +5,7 @@ from numpy import float32, int64
 import pytest
 
 import egg_config
-from model import fitness_digits, integer_tables, parameters, seeds
+from model import integer_tables, parameters, rules, steps
 from model.reading import Reading
 
 
@@ -63,7 +63,7 @@ def shaken(engine, rng, step=0):
 
 def votes_on(cfg, state, t, fitness):
     """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. fitness: bytes, packed."""
-    digits = fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS)
+    digits = rules.unpacked_digits(fitness, cfg.N_PAIRS)
     reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, int64)
     for q in np.flatnonzero(digits):
         a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(int64)
@@ -129,7 +129,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = steps.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 

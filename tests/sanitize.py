@@ -11,7 +11,7 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import fitness_digits, rules, sampling
+from model import rules, steps
 
 # Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
 # blocks, so that few members give each a second tile.
@@ -57,11 +57,11 @@ def evaluation(engine):
 def every_verb(engine, tokens, rng):
     """int32 [34, 12]: the texts that an engine writes; it does all else once, but evaluation."""
     cfg = engine.cfg
-    engine.update(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
+    engine.update(steps.pack_digits(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
-    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg))
+    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), rules.sampling_settings(cfg))
     engine.load(engine.state())
     return texts
 

@@ -12,7 +12,6 @@ from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
 from model import activations, parameters, rules
-from model.fitness_digits import unpack_ternary
 from readings import equal
 from recordings import simulated
 
@@ -168,7 +167,7 @@ def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
     packed, chunks = any_fitness(cfg, 3), 1 if perturb == "weights" else 3
     np.frombuffer(packed, np.uint8).reshape(chunks, -1)[:, -700:].tofile(tmp_path / "packed")
     simulated(SIMULATED, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    want = unpack_ternary(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
+    want = rules.unpacked_digits(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
     if perturb == "activations":
         want = want[-3500:-3]
     equal(np.load(tmp_path / "digits.npy"), want)

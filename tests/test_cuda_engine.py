@@ -19,8 +19,8 @@ from egg_config import make
 from engine import cuda_engine
 from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
-from model import parameters, sampling, seeds
-from model.fitness_digits import pack_ternary, unpack_ternary
+from model import parameters, rules, steps
+from model.steps import pack_digits
 from model.reading import Reading
 from compiling import CARDS
 from engines_compared import SEED, begun_ahead, compare
@@ -56,7 +56,7 @@ def test_the_work_of_the_kernels_gives_the_votes():
     cfg = make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
     work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
-    fitness = unpack_ternary(packed, cfg.N_PAIRS)
+    fitness = rules.unpacked_digits(packed, cfg.N_PAIRS)
     n = np.arange(work.span + 16)
     operands = np.zeros((len(work.rows), n.size), int64)
     for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(int64)):
@@ -150,7 +150,7 @@ def no_gpu(monkeypatch):
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
     cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
-    tokens = np.arange(2000, dtype=uint32) % cfg.VOCAB_SIZE
+    tokens = as_data(cfg, np.arange(2000) % cfg.VOCAB_SIZE)
     for trains in True, False:
         engine = CudaEngine(cfg, tokens if trains else None)
         later = {"validate", "write", "digest"}           # compiled at their first use
@@ -240,7 +240,7 @@ def digest(array):
 
 
 def recorded_fitness(data, step):
-    return pack_ternary(data["fitness"][step].astype(np.int8))
+    return pack_digits(data["fitness"][step].astype(np.int8))
 
 
 @gpu
@@ -259,7 +259,7 @@ def test_golden_default_configuration():
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
         packed, losses, _ = step_alone(engine)
-        fitness, chunks = unpack_ternary(packed, cfg.N_PAIRS), losses.reshape(cfg.N_CHUNKS, -1)
+        fitness, chunks = rules.unpacked_digits(packed, cfg.N_PAIRS), losses.reshape(cfg.N_CHUNKS, -1)
         if step == 0:
             equal(chunks[:, :256], recorded["loss_head"])
         assert [*map(digest, chunks)] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
@@ -278,7 +278,7 @@ def test_load_and_pieces_of_a_chunk():
     for step in range(3):
         engine.update(recorded_fitness(data, step))
     engine.load(start)
-    assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
+    assert (engine.step, engine.seed) == (0, steps.INITIAL_SEED)
     want = data["loss"][0, 64:128]
     equal(np.concatenate([engine.evaluate(*piece) for piece in ((64, 2), (66, 30), (96, 32))]), want)
     engine._tokens = None
@@ -318,17 +318,17 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     import time
 
     from engine import cpu_engine
-    from model.state_digest import of_state
+    from model.parameters import digest_of
     cfg, rng = make(**shape, CHUNK_SIZE=64), default_rng(SEED)
     cpu, gpu = cpu_engine.CpuEngine(cfg), CudaEngine(cfg)
     for _ in range(3):
         fitness = any_fitness(cfg, rng)
         assert cpu.update(fitness) == gpu.update(fitness)
-        assert gpu.digest() == cpu.digest() == of_state(gpu.state())
+        assert gpu.digest() == cpu.digest() == digest_of(gpu.state())
     before, state = gpu.digest(), gpu.state()
     state.overlay[-1] ^= 1
     gpu.load(state)
-    assert gpu.digest() == of_state(state) != before
+    assert gpu.digest() == digest_of(state) != before
     times = []
     for _ in range(20):
         started = time.perf_counter()
@@ -420,7 +420,7 @@ def test_recorded_generation(step):
     every occurrence."""
     engine = CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
+    cfg, s = engine.cfg, rules.sampling_settings(engine.cfg)._replace(penalty=np.float32(0))
     z, write = cuda.device_array(32 * cfg.VOCAB_SIZE, int32), engine._forward.write
 
     def penalised(*arguments):
@@ -437,7 +437,7 @@ def test_recorded_generation(step):
     texts = cuda_engine.Texts(engine, 1, len(recorded))
     texts._advance = [advance._enqueue for advance in texts._advance]            # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
-    equal(next(texts.until(len(recorded)))[0], recorded)
+    equal(texts.until(len(recorded))[0], recorded)
 
 
 @gpu

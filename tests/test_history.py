@@ -13,7 +13,7 @@ from pytest import mark
 import egg_config
 from cluster import history
 from cluster.history import open_run
-from model import fitness_digits, seeds
+from model import rules, steps
 from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
 from fakes import CFG, any_fitness, changed, full
 from readings import configured
@@ -49,7 +49,7 @@ def cannot_open(words, directory, cfg=CFG, load_dir=None):
 def test_history_keeps_every_step(tmp_path):
     packed, seed = filled(tmp_path, 150), 42
     for k in range(150):
-        seed = seeds.next_seed(seed, k)
+        seed = steps.next_seed(seed, k)
     with opened(tmp_path) as run:
         assert (run.step, run.seed, whole(run), run.record(149)[2:4]) == (150, seed, packed, (-149000, 149))
         run.append(packed[0], 1 << 62, 1)
@@ -200,7 +200,7 @@ def golden_a():
 
 def hold_against_fitness(run, cfg, recorded):
     for k in range(6):
-        assert (fitness_digits.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
+        assert (rules.unpacked_digits(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
 
 
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"

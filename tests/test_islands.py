@@ -13,7 +13,7 @@ from cluster.history import open_run
 from cluster.wire import frame
 from islands import gossip, merging
 from islands.gossip import Elites
-from model import seeds, state_digest
+from model import parameters, steps
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
 from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
@@ -124,7 +124,7 @@ class Isle(Server):
 
 def digest(state):
     """As headers and events have it."""
-    return state_digest.of_state(state).hex()
+    return parameters.digest_of(state).hex()
 
 
 RATES = {97: 30, 98: 3}                                          # of islands a and b where they are replayed
@@ -222,10 +222,10 @@ def test_every_island_has_its_own_noise():
     states = [initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
     assert all(np.array_equal(state.weights, states[0].weights) for state in states)
     now = [state.seed for state in states]
-    assert now[0] == seeds.INITIAL_SEED
+    assert now[0] == steps.INITIAL_SEED
     for step in range(2000):
         assert len(set(now)) == 4
-        now = [seeds.next_seed(seed, step) for seed in now]
+        now = [steps.next_seed(seed, step) for seed in now]
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(here):
@@ -280,7 +280,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
         again.stop()
     again.worker.join(60)                                    # it may still be about an update
     at_end = b.replayed(until_step=again.engine.step)
-    assert state_digest.of_state(at_end) == again.engine.digest() and again.engine.step > start.step
+    assert parameters.digest_of(at_end) == again.engine.digest() and again.engine.step > start.step
     assert "state at step" not in b.said + again.said        # all replicas stayed equal
 
 

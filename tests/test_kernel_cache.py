@@ -15,7 +15,7 @@ from unittest import mock
 from pytest import fixture, mark, raises
 
 import egg_config
-from engine import cpu_compiler, kernel_cache, simd
+from engine import cpu_rules, kernel_cache, simd
 from engine.kernel_cache import read, write
 from compiling import kernels_for, kernels_of
 from recordings import HERE, python
@@ -152,7 +152,7 @@ def test_what_was_not_used_for_a_month_is_removed(tmp_path, used):
 CPU_PROGRAM = """
 import sys, numpy as np
 from engine import kernel_cache, simd
-from engine.cpu_compiler import inner, njit
+from engine.cpu_rules import inner, njit
 simd.use(sys.argv[1])
 @inner
 def called(x):
@@ -180,7 +180,7 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
 def test_an_inner_function_is_compiled_into_its_callers_alone():
     import numba
 
-    @cpu_compiler.inner
+    @cpu_rules.inner
     def twice(x):
         return 2 * x
 
@@ -256,7 +256,7 @@ def test_no_configuration_by_import():
             "print(train.make_engine(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
             "try:\n    train.make_engine(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
             "except hardware.EngineError as error:\n    print(error)\n")
-    first = simd.available()[0]
+    first = [*simd.available()][0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"
     said = subprocess.run([sys.executable, "-c", code, first], cwd=HERE, capture_output=True, text=True).stdout
     assert said.endswith(f"cpu portable x1\n{'' if first == 'portable' else refused}"), said

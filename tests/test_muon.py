@@ -10,7 +10,7 @@ from egg_config import make
 from engine import hardware
 from engine.cpu_engine import CpuEngine
 from kernels import muon
-from model import optimizers, parameters
+from model import parameters, rules
 from model.parameters import from_canonical
 from activations_compared import fma
 from fakes import any_fitness
@@ -29,7 +29,7 @@ def chains(left, right):
 
 
 def norm_of(x):
-    sums = np.zeros(optimizers.MUON_PARTS, float32)
+    sums = np.zeros(rules.MUON_PARTS, float32)
     for part in np.pad(x.ravel(), (0, -x.size % sums.size)).reshape(-1, sums.size):
         sums = fma(part, part, sums)
     while len(sums) > 1:
@@ -78,7 +78,7 @@ def test_muon_is_its_plain_reading(ns, threads, width):
                 continue
             m = fma(state.moments[part, 0], float32(0.85), -votes_on(cfg, state, t, fitness).astype(float32))
             x = parameters.to_canonical(direction_of(from_canonical(m, t.cols),
-                                                     optimizers.MUON_COEFFICIENTS[ns]))
+                                                     rules.MUON_COEFFICIENTS[ns]))
             size = float32(0.2) * np.sqrt(float32(max(t.rows, t.cols)))
             acc = fma(-rate, fma(state.weights[part], float32(0.1), x * size), state.moments[part, 2])
             change = np.clip(np.trunc(acc), -1, 1).astype(int)
@@ -140,7 +140,7 @@ def test_muons_kernels_in_the_simulator(tmp_path):
         x = x / norm_of(x)
         equal(got["moments"][:, 0], m)
         equal(got["x"], x.ravel())
-    equal(np.load(tmp_path / "out.npy"), turned(x, optimizers.MUON_COEFFICIENTS["quintic"]).ravel())
+    equal(np.load(tmp_path / "out.npy"), turned(x, rules.MUON_COEFFICIENTS["quintic"]).ravel())
 
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():

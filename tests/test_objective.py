@@ -25,7 +25,7 @@ from engine import cpu_engine
 from fakes import FakeEngine, FakeObjective, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import data_files, rewards, sampling
+from model import activations, data_files, rules
 from readings import equal, hold_text_against_the_reading, random_config
 from tools import objective, train
 from commands import succeeds
@@ -53,7 +53,7 @@ def new_engine(cfg=CFG):
 def written(engine, prompts, room, seeds, settings):
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     texts = np.stack([np.pad(prompt, (0, room - len(prompt))) for prompt in prompts]).astype(np.int32)
-    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings))
+    engine.write(texts, lengths, np.array(seeds, np.uint32), rules.sampling_settings(engine.cfg, **settings))
     return texts
 
 
@@ -99,13 +99,13 @@ def judged(tmp_path, monkeypatch):
 def test_a_chunk_votes_from_the_data_or_from_texts(judged):
     cfg = CFG.changed(TEXT_SHARE=0.5)
     own, engine = judged(LETTERS, cfg), new_engine(cfg)
-    text, other = sorted(range(2), key=lambda chunk: not rewards.is_text(cfg, 0, chunk))
+    text, other = sorted(range(2), key=lambda chunk: not activations.is_text(cfg, 0, chunk))
     digits, loss = engine.evaluate(16 * text, 16)
-    assert rewards.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
-    assert not rewards.is_text(cfg, 0, other)
+    assert activations.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
+    assert not activations.is_text(cfg, 0, other)
     packed, loss = own.chunk(engine, 16 * other, go_on)
     sequences, written, earned = own.texts(engine, 8 * other, go_on)
-    windows = rewards.windows(sequences, written, rewards.advantages(cfg, earned))
+    windows = activations.text_windows(sequences, written, activations.advantages(cfg, earned))
     assert loss == 0 and any(packed) and packed == engine.vote(8 * other, *windows, 1.0)
     begun = [tuple(tokens[:16]) for tokens in sequences]
     assert len(set(begun[:4])) == len(set(begun[4:])) == 1 < len({tuple(tokens) for tokens in sequences[:4]})

@@ -15,7 +15,7 @@ import egg_net
 from cluster import history, snapshots
 from cluster.history import open_run
 from model.parameters import initial_state
-from model.state_digest import of_state
+from model.parameters import digest_of
 from tools import use
 from coordinators import Server, filled, until
 from fakes import ACTIVATIONS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
@@ -244,7 +244,7 @@ class Epoch(egg_net.Hook):
             self.begun = initial_state(run.cfg)
             self.begun.weights[:8] = 5
             self.begun.step, self.begun.seed = run.step, run.seed
-            self.coordinator.begin_epoch(self.begun, {"epoch": 1, "digest": of_state(self.begun).hex()})
+            self.coordinator.begin_epoch(self.begun, {"epoch": 1, "digest": digest_of(self.begun).hex()})
 
 
 @mark.parametrize("kind", ["weights", "activations"])

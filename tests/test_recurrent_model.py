@@ -11,14 +11,14 @@ from pytest import approx, mark, param, raises
 from egg_config import make
 import fakes
 from engine.cpu_engine import CpuEngine
-from model import optimizers, parameters, rules, seeds
+from model import parameters, rules, steps
 from model.parameters import tensors
 from model.reading import Reading
 from tools import debug
 from compiling import CARDS, kernels_of
 from engines_compared import SEED
 from fakes import any_fitness, step_alone
-from readings import (configured, equal, hold_text_against_the_reading, hold_validation_against_the_reading,
+from readings import (as_data, configured, equal, hold_text_against_the_reading, hold_validation_against_the_reading,
                       member_reading, plain, plain_losses, settings_of, shaken, votes_on)
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
@@ -88,7 +88,7 @@ def test_share_falls_as_nano_egg_has_it():
     cfg = configured("nano-egg", "OPTIMIZER=ztest")
     assert [cfg.learning_rate(k) for k in (0, 1000)] == [1, 1 / 16] and cfg.learning_rate(500) == 1 / 8.5
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
-    least = [optimizers.least_vote_by_chance(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
+    least = [rules.least_vote_by_chance(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
     assert least == [0, 25 * 128 * 16, 29 * 128 * 16]
 
 
@@ -105,11 +105,11 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
 
 
 def test_noise_is_kept():
-    kept = [seeds.INITIAL_SEED]
+    kept = [steps.INITIAL_SEED]
     for step in range(8):
-        kept.append(seeds.next_seed(kept[-1], step, 3))
+        kept.append(steps.next_seed(kept[-1], step, 3))
     assert len({*kept}) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
-    assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
+    assert steps.next_seed(42, 6, 0) == 42 != steps.next_seed(42, 6) == steps.hash32(42, 7)
 
 
 # --- training it ------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     same chunk."""
     from engine import cuda_engine
     cfg = make(**dict(shape, CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8))
-    tokens = default_rng(5).integers(0, 9, 700).astype(uint8)
+    tokens = as_data(cfg, default_rng(5).integers(0, 9, 700))
     gpu, whole = cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)

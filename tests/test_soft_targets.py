@@ -9,7 +9,7 @@ from pytest import mark, raises
 import readings
 from coordinators import until
 from engine.cpu_engine import CpuEngine
-from model import fitness_digits, rules, seeds, soft_targets
+from model import rules, soft_targets, steps
 from readings import equal, plain_losses
 from tools import prepare
 
@@ -46,7 +46,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values, context):
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, context)
-            drawn = [known[seeds.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
+            drawn = [known[steps.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
@@ -70,7 +70,7 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
             assert whole[:16].tolist() == plain_losses(cfg, one.state(), cut, 16)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
-        fitness = fitness_digits.pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
+        fitness = steps.pack_digits(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
         assert one.update(fitness) == two.update(fitness)
 
 

@@ -18,7 +18,7 @@ from cluster.step import AGREES, Author, STATES_KEPT, States, Step, WAIT
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
 from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
-from model import ternary
+from model import steps
 
 
 class Worker:
@@ -254,11 +254,11 @@ def test_digits_of_an_odd_share_are_audited(tmp_path):
     with Server(tmp_path, ACTIVATIONS.changed(AUDIT_RATE=0.0)) as server:
         honest, odd = named(server, "honest", "odd")
         dispatcher, count = server.dispatcher, ACTIVATIONS.CHUNK_DIGITS
-        plain = ternary.pack(bytes((0, 1, 255) * count)[:count])
-        dispatcher._usual_share = ternary.nonzero_share(plain)
+        plain = steps.pack_digits(bytes((0, 1, 255) * count)[:count])
+        dispatcher._usual_share = steps.nonzero_share(plain)
         honest.works(0, 2, packed=plain)
         until(lambda: len(dispatcher.work.done) == 2)
-        odd.works(0, 1, packed=ternary.pack(b"\1" * count))
+        odd.works(0, 1, packed=steps.pack_digits(b"\1" * count))
         until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from engine import cpu_engine
 from model import parameters, rules
-from model.transforms import PRIME, root, table
+from model.integer_tables import PRIME, root, transform
 from model.reading import Reading
 from readings import (BASE, equal, hold_text_against_the_reading, hold_validation_against_the_reading, plain_losses,
                       random_config, shaken)
@@ -27,7 +27,7 @@ def test_transforms(mode, length):
     """Table against definition; the root has the order that the length needs."""
     rng, p = np.random.default_rng(length), PRIME[mode]
     x = rng.integers(0, p or 262144, length)
-    found = x @ table(mode, length).T
+    found = x @ transform(mode, length).T
     equal(found % p if p else found, [direct(x, mode, k) for k in range(length)])
     if p:
         powers = {pow(root(mode, length), k, p) for k in range(length)}
@@ -35,7 +35,7 @@ def test_transforms(mode, length):
 
 
 class NttReading(Reading):
-    """The plain reading of the SPEC with coefficients from the definition in model.transforms."""
+    """The plain reading of the SPEC with coefficients from the definition in model.integer_tables."""
 
     def coefficients(self, tokens):
         cfg, T = self.cfg, self.cfg.SEQ_LEN

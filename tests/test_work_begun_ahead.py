@@ -13,7 +13,7 @@ import egg_config
 import no_device
 from cluster import history
 from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
-from model import fitness_digits, parameters, rules, seeds, ternary
+from model import parameters, rules, steps
 from coordinators import cluster
 from no_device import device_array
 from fakes import CFG, any_fitness, changed, step_alone
@@ -65,7 +65,7 @@ class Forward:
         seed = zlib.crc32(packed.tobytes() + overlay.tobytes() + job[[0, 2]].tobytes())
         sums = windows.reshape(pairs, -1).sum(1, dtype=np.int64)
         numbers = np.repeat(sums, 2) * 1000 + members % 2 + first + members // 2
-        losses[:] = seeds.hash32(seed, numbers.astype(uint64)) % 1000
+        losses[:] = steps.hash32(seed, numbers.astype(uint64)) % 1000
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         nats[:] = zlib.crc32(packed.tobytes() + weights.tobytes()) % 1000
@@ -74,7 +74,7 @@ class Forward:
 class Update:
     def __init__(self, cfg, kernels, budget):
         self.changed = device_array(1, int32)
-        self.packed = device_array(ternary.packed_size(cfg.STEP_DIGITS), uint8)
+        self.packed = device_array(steps.packed_size(cfg.STEP_DIGITS), uint8)
         self.rates = device_array(len(parameters.tensors(cfg)), np.float32)
 
     bytes_needed = staticmethod(lambda cfg: 0)
@@ -94,7 +94,7 @@ class Update:
 @fixture
 def engine_of(monkeypatch):
     """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
-    def kernels(cfg, cc, limit, token_type):
+    def kernels(cfg, cc, limit):
         def cut_windows(tokens, place, job, first, size, followers, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
             n = windows.size // cfg.WINDOW
@@ -276,12 +276,12 @@ def test_fitness_is_that_of_the_plain_rule(changes):
             wanted = [0 if abs(x) < least else 1 if x > 0 else -1 for x in d]
         else:
             wanted = [(x > 0) - (x < 0) for x in d]
-        got = fitness_digits.chunk_fitness(losses, cfg)
+        got = rules.chunk_fitness(losses, cfg)
         assert got.dtype == int8 and got.tolist() == wanted
-        packed = fitness_digits.pack_ternary(got)
+        packed = steps.pack_digits(got)
         digits = [x % 3 for x in wanted] + [0] * 3
         assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
-        equal(fitness_digits.unpack_ternary(packed, got.size), got)
+        equal(rules.unpacked_digits(packed, got.size), got)
 
 
 @mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)

@@ -11,8 +11,8 @@ import commands
 import egg_net
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
-from model import data_files, fitness_digits, seeds
-from model.fitness_digits import pack_ternary
+from model import data_files, rules, steps
+from model.steps import pack_digits
 from commands import DEFINES, TEXT, begin
 from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
                           work_in_thread)
@@ -92,7 +92,7 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
     assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
 
 
-SEED1 = seeds.next_seed(42, 0)
+SEED1 = steps.next_seed(42, 0)
 
 
 def response(seed, step, position, packed=b""):
@@ -128,7 +128,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
     result, = (payload for opcode, payload in requests if opcode == RESULT)
     losses = engine.evaluate(64, 32)
     assert RESULT.unpack(result)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4)
-    assert result[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
+    assert result[44:] == pack_digits(rules.chunk_fitness(losses, CFG))
     asked = [JOB_REQUEST.unpack(payload)[:2] for opcode, payload in requests if opcode == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(SEED1, 1)] * 3
 

@@ -32,8 +32,8 @@ import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import data_files, fitness_digits, rewards as reward_votes, sampling
-from model.seeds import hash32
+from model import activations, data_files, rules, steps
+from model.steps import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
@@ -380,7 +380,7 @@ class Objective:
                                  f"{64 / scale:.2g}: equal texts teach nothing; MEASURE_TEMPERATURE = 0 measures the "
                                  "likeliest")
         measured = _number(path, names, "MEASURE_TEMPERATURE", self.temperature, 0.0, 100.0)
-        self.settings, self.measuring = (sampling.settings(cfg, value, 0.0, 0.0)
+        self.settings, self.measuring = (rules.sampling_settings(cfg, value, 0.0, 0.0)
                                          for value in (self.temperature, measured))
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
@@ -490,7 +490,7 @@ class Objective:
         `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
         cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        choices, seeds = reward_votes.draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        choices, seeds = activations.text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
         each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
         sequences, own, earned = [], [], []
         for at in range(0, len(seeds), each):
@@ -507,17 +507,17 @@ class Objective:
         """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
         the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        if reward_votes.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+        if activations.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
             packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
-            loss = reward_votes.text_loss(cfg, engine.step, loss)
+            loss = activations.text_loss(cfg, engine.step, loss)
         else:
             group, loss = first // cfg.GROUP_SIZE, 0
             sequences, own, earned = self.texts(engine, group, check)
-            windows = reward_votes.windows(sequences, own, reward_votes.advantages(cfg, earned))
+            windows = activations.text_windows(sequences, own, activations.advantages(cfg, earned))
             if len(windows[0]):
                 packed = engine.vote(group, *windows, self.temperature)
             else:                                    # equal rewards are no votes
-                packed = fitness_digits.pack_ternary(np.zeros(cfg.CHUNK_DIGITS, np.int8))
+                packed = steps.pack_digits(np.zeros(cfg.CHUNK_DIGITS, np.int8))
         self.seconds += time.perf_counter() - started
         self.waited += self.judge.waited - waited
         return packed, loss

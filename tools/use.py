@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from model import data_files, parameters, seeds
+from model import data_files, parameters, steps
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
@@ -307,7 +307,7 @@ def begin(cfg, old, source, directory, threads, console, step):
             raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
         state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
-        state.step, state.seed = 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+        state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
         old = cfg
     _begin(cfg, state, directory, old.ISLAND_SEED)
     console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
@@ -316,7 +316,7 @@ def begin(cfg, old, source, directory, threads, console, step):
 def _begin(cfg, state, directory, island_seed):
     """island_seed: that of the run which the state is from."""
     if cfg.ISLAND_SEED != island_seed:
-        state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
+        state.seed = steps.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     with explained(UseError, directory, "give a --save-dir that can be written"):
@@ -333,7 +333,7 @@ def import_(cfg, path, directory):
         # not 0: there a worker would begin with the random initial model
         step = int(metadata.get("step", 0))
         state.step = max(1, step)
-        state.seed = int(metadata["seed"]) if step else seeds.next_seed(seeds.first_seed(cfg), 0)
+        state.seed = int(metadata["seed"]) if step else steps.next_seed(steps.first_seed(cfg), 0)
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
