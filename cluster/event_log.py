@@ -235,7 +235,7 @@ def begin_tensorboard(directory):
     would end the thread that empties it."""
     from tensorboardX import SummaryWriter
     goes_on = os.path.isdir(directory) and os.listdir(directory)
-    known = None                                     # the step with which a run goes on: its validation is there already
+    known = None                                     # the step with which a run goes on: its validation is there
     with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
         writer = SummaryWriter(str(directory), max_queue=0, flush_secs=FLUSH_EVERY)
 
