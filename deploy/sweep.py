@@ -114,5 +114,5 @@ def rank(results, directory):
     ranked.columns = ranked.columns.str.removeprefix("config/")
     ranked.to_csv(os.path.join(directory, "ranking.csv"), index=False)
     print(ranked.to_string(index=False))
-    print("the same command continues the trials that have not ended")
+    print(f"kept in {directory}/ranking.csv; the same command continues trials that were interrupted")
     return [os.path.join(results.experiment_path, name) for name in ranked["trial"]]
