@@ -5,7 +5,7 @@ from numpy import float32, int64
 import pytest
 
 import egg_config
-from model import fitness_digits, integer_tables, parameters, seeds
+from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
 from model.reading import Reading
 
 
@@ -104,6 +104,22 @@ def random_config(rng, **more):
     return egg_config.make(**{**plain(settings), **more})
 
 
+def random_gru(rng, **more):
+    """The same of the recurrent model."""
+    gaussian, group = rng.integers(2), rng.choice([2, 4, 8])
+    settings = dict(MODEL="gru", HIDDEN_DIM=32 * rng.integers(2, 6), N_LAYERS=rng.integers(1, 3),
+                    SEQ_LEN=rng.integers(8, 20), STATE_TOKENS=rng.choice([0, 1, 7, 30]),
+                    VOCAB_SIZE=rng.choice([256, 300, 512]), CHUNK_SIZE=8, POPULATION_SIZE=8 * rng.integers(1, 4),
+                    GROUP_SIZE=group, MLP_RELU=rng.integers(2), LOSS="exact",
+                    ADAPTIVE_NOISE_MODE=rng.choice([0, 1, 2]), DEVICE_GAUSSIAN=gaussian, HOST_GAUSSIAN=1,
+                    HOST_MASK=rng.choice([15, 42]), DEVICE_MASK=rng.integers(1, 43 if gaussian else 128),
+                    SIGMA_SHIFT=rng.integers(0, 6), SIGMA_SHIFT_VECTOR=rng.integers(4, 9),
+                    FIXED_POINT=rng.choice([4, 4, 3, 5]), SOFTMAX_EXP_SCALE=rng.choice([23.0, 16.0]),
+                    OPTIMIZER=rng.choice(["ztest", "adamw", "sgd"]), USE_CLT=rng.integers(2),
+                    FAST_FITNESS=rng.integers(2), NOISE_REUSE=rng.choice([0, 1, 2]))
+    return egg_config.make(**{**plain(settings), **more})
+
+
 def callable_by_python(inner):
     """A function that only compiled functions of the CPU engine call, for a test."""
     import numba
@@ -144,6 +160,26 @@ def hold_text_against_the_reading(engine, prompt, tokens, seed, kind=Reading, **
 def settings_of(rng):
     return {name: float(rng.choice(values)) for name, values in
             dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+
+
+def hold_against_the_reading(engine, rng, kind=Reading):
+    """An engine with drawn weights: losses, a validation, a text beyond SEQ_LEN by drawn settings, and texts that are
+    written together, which are those that are written alone."""
+    cfg, state = engine.cfg, shaken(engine, rng, rng.integers(9))
+    windows = rules.windows(cfg, engine.tokens, state.step, 0, 4)
+    assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6, kind)
+    # of all tokens, and of few, so that the recurrent model is reset
+    hold_validation_against_the_reading(engine, rng.integers(0, [[cfg.VOCAB_SIZE], [9]], (2, cfg.SEQ_LEN + 1)), kind)
+    settings, prompt = settings_of(rng), rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
+    text = [*engine.generate(prompt, cfg.SEQ_LEN + 9, 70, **settings)]
+    assert len(text) == cfg.SEQ_LEN + 9
+    hold_text_against_the_reading(engine, prompt, text, 70, kind, **settings)
+    count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
+    texts, lengths = rng.integers(0, 5, (count, room)).astype(np.int32), rng.integers(1, 8, count)
+    numbers = rng.integers(0, 1 << 32, count).astype(np.uint32)
+    engine.write(texts, lengths, numbers, sampling.settings(cfg, **settings))
+    for text, n, number in zip(texts, lengths, numbers):
+        assert text[n:].tolist() == [*engine.generate(text[:n], room - n, int(number), **settings)]
 
 
 def hold_draws_against_the_distribution(engine_type):

@@ -9,12 +9,13 @@ import pytest
 import egg_config
 from cluster import history
 from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
+from engine import simd
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
 from model import activations, parameters, rules
 from model.fitness_digits import unpack_ternary
 from readings import equal
-from recordings import simulated
+from recordings import python, simulated
 
 CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
@@ -26,11 +27,26 @@ TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 
 @pytest.mark.parametrize("seed", CHEAP)
 def test_the_cpu_engine_steps_as_the_plain_reading(seed):
-    """The votes, and what the update makes of them. Sixty configurations, with every instruction set of this machine:
-    python -m tests.activations_compared."""
+    """The votes, and what the update makes of them."""
     want = course(engine_of("plain", seed), 2)
     assert want[0][0] != want[1][0], "digits that are not all 0"
     assert course(engine_of("auto", seed), 2) == want
+
+
+OF_KIND = """
+import json, sys
+from activations_compared import course, engine_of
+print(json.dumps([course(engine_of(sys.argv[1], int(seed))) for seed in sys.argv[2:]]))
+"""
+
+
+@pytest.mark.deep
+def test_every_instruction_set_steps_as_the_plain_reading():
+    """In a process of its own, because numba compiles for one kind."""
+    seeds = range(1000, 1012)
+    want = [course(engine_of("plain", seed)) for seed in seeds]
+    for kind in simd.available():
+        assert json.loads(python("-c", OF_KIND, kind, *seeds, PYTHONPATH="tests")) == want, kind
 
 
 def test_noise_has_one_size_and_is_independent():

@@ -25,8 +25,8 @@ from engine import cpu_engine
 from fakes import FakeEngine, FakeObjective, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import data_files, rewards, sampling
-from readings import equal, hold_text_against_the_reading, random_config
+from model import data_files, rewards
+from readings import equal
 from tools import objective, train
 from commands import succeeds
 import commands
@@ -48,32 +48,6 @@ def reward(prompts, completions, **columns):
 
 def new_engine(cfg=CFG):
     return cpu_engine.CpuEngine(cfg, TOKENS, threads=1)
-
-
-def written(engine, prompts, room, seeds, settings):
-    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-    texts = np.stack([np.pad(prompt, (0, room - len(prompt))) for prompt in prompts]).astype(np.int32)
-    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings))
-    return texts
-
-
-@pytest.mark.parametrize("model", ["gru", "transformer"])
-@pytest.mark.parametrize("seed", range(3))
-def test_texts_written_together_are_those_of_the_plain_reading(model, seed):
-    rng = np.random.default_rng(seed)
-    cfg = random_config(rng) if model == "transformer" else CFG.changed(
-        N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
-        PERTURB="weights", ADAPTIVE_NOISE_MODE=seed % 3)
-    engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
-    count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
-    settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
-    prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(count)]
-    seeds = rng.integers(0, 1 << 32, count)
-    texts = written(engine, prompts, room, seeds, settings)
-    for text, prompt, number in list(zip(texts, prompts, seeds))[:6]:
-        hold_text_against_the_reading(engine, prompt, text[len(prompt):], int(number), **settings)
-    for text, prompt, number in zip(texts, prompts, seeds):
-        assert text.tolist() == [*prompt, *engine.generate(prompt, room - len(prompt), int(number), **settings)]
 
 
 def go_on():

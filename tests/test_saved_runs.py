@@ -29,8 +29,7 @@ from tools import debug, use
 from tools.use import UseError
 from coordinators import Peer, Server, kept, refused, whole
 from fakes import CFG as NET_CFG, Lines, step_alone
-from readings import (TINY, equal, hold_draws_against_the_distribution, hold_text_against_the_reading, random_config,
-                      settings_of)
+from readings import TINY, equal, hold_draws_against_the_distribution, hold_text_against_the_reading
 from recordings import HERE, digests, write_decoding
 from commands import defines, fails, run
 
@@ -41,18 +40,6 @@ STEPS, SNAPSHOT = 6, 4
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
-
-@mark.parametrize("seed", range(20))
-def test_tokens_are_those_of_the_plain_reading(seed):
-    """20 configurations and settings, over sequences that are longer than SEQ_LEN."""
-    rng = np.random.default_rng(400 + seed)
-    cfg, settings = random_config(rng), settings_of(rng)
-    engine = cpu_engine.CpuEngine(cfg)
-    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
-    got = [*engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings)]
-    assert len(got) == cfg.SEQ_LEN + 9
-    hold_text_against_the_reading(engine, prompt, got, 70 + seed, **settings)
-
 
 def test_the_draw_follows_the_exact_distribution():
     hold_draws_against_the_distribution(cpu_engine.CpuEngine)
