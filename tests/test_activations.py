@@ -13,9 +13,8 @@ from engine import simd
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
 from model import activations, parameters, rules
-from model.fitness_digits import unpack_ternary
 from readings import equal
-from recordings import python, simulated
+from recordings import python
 
 CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
@@ -66,15 +65,6 @@ def test_members_take_turns_in_the_layers():
     assert layers_of == [[0], [1], [2], [0], [1], [2]]
     outside = activations.phases(cfg)["embedding", 0]
     assert all(activations.noise(cfg, outside, number, 77, 8).any() for number in range(6))
-
-
-@pytest.mark.parametrize("amplitude", [1, 8, 63])
-def test_both_forms_of_noise_are_one(amplitude):
-    """Four outputs in a word, as the GPU takes them, and an output at a time."""
-    plain = rules.activation_rules(lambda function: function)
-    for word in map(np.uint32, (0, 0xFFFFFFFF, 0x9E3779B9)):
-        words = np.array([plain.noise_of(word, four, amplitude) for four in range(8)], np.uint32)
-        assert words.view(np.int8).tolist() == [plain.signed(word, i, np.int32(amplitude)) for i in range(32)]
 
 
 def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
@@ -156,39 +146,6 @@ def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
             refused("VERSION_OF_VOTES = 3 at the coordinator, unknown at the worker"):
         Peer2(server, config=CFG.saved())                    # as programs before commit 273409d
     assert egg_config.make().agreed() == egg_config.make().saved()
-
-
-SIMULATED = """
-import json, sys
-import numpy as np
-from numba import cuda
-import egg_config
-from kernels import update
-cfg = egg_config.make(**json.loads(sys.argv[1]))
-packed = np.fromfile("packed", np.uint8)
-chunks = 1 if cfg.PERTURB == "weights" else cfg.N_CHUNKS
-each = packed.size // chunks
-digits = np.zeros(cfg.N_PAIRS, np.int8) if cfg.PERTURB == "weights" else np.zeros(5 * each - 3, np.int32)
-cuda.jit(update.unpack_kernel(cfg))[-(-each // 128), 128](packed, digits)
-np.save("digits.npy", digits)
-"""
-
-
-@pytest.mark.parametrize("perturb", ["weights", "activations"])
-def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
-    """Of a step's pairs, of which the last byte has too few, and the sums of three chunks' digits for the last
-    weights: a thread a byte, in six blocks of which the last one is not full."""
-    values = dict(MODEL="gru", PERTURB=perturb, HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
-                  POPULATION_SIZE=96, GROUP_SIZE=8, LOSS="exact", ADAPTIVE_NOISE_MODE=0, HOST_GAUSSIAN=1)
-    cfg = egg_config.make(**values)
-    packed, chunks = any_fitness(cfg, 3), 1 if perturb == "weights" else 3
-    np.frombuffer(packed, np.uint8).reshape(chunks, -1)[:, -700:].tofile(tmp_path / "packed")
-    simulated(SIMULATED, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    want = unpack_ternary(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
-    if perturb == "activations":
-        want = want[-3500:-3]
-    equal(np.load(tmp_path / "digits.npy"), want)
-    assert len(np.unique(want)) > 2
 
 
 @pytest.mark.gpu
