@@ -18,7 +18,8 @@ GPU_KINDS = "wgmma", "mma"
 
 
 def random_configuration(seed, widest=128):
-    """(Config, training tokens) drawn by a seed, every third one with the recurrent model: few enough sequences for the plain reading."""
+    """(Config, training tokens) drawn by a seed, every third one with the recurrent model: few enough sequences for the
+    plain reading."""
     rng = np.random.default_rng(seed)
 
     def one_of(*values):

@@ -182,24 +182,6 @@ def hold_against_the_reading(engine, rng, kind=Reading):
         assert text[n:].tolist() == [*engine.generate(text[:n], room - n, int(number), **settings)]
 
 
-def hold_draws_against_the_distribution(engine_type):
-    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
-    1 - 1e-4."""
-    cfg = egg_config.make(**TINY, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
-    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
-    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
-    draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
-    counts = np.bincount(draws, minlength=cfg.VOCAB_SIZE)
-    expected = 4000 * weights / weights.sum()
-    assert not counts[weights == 0].any()
-    common = expected >= 5
-    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
-    free = len(counts) - 1
-    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
-    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
-    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
-
-
 SMALL = dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
              SNAPSHOT_EVERY=0)
 BASE = egg_config.make(**SMALL)

@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from pytest import approx, importorskip
+from pytest import importorskip
 
 from fakes import CFG, FakeEngine
 from tools import bench
@@ -15,7 +15,7 @@ def test_a_gpu_has_every_figure(monkeypatch, capsys):
     bench.bench_engine(CFG, FakeEngine(CFG, 0.02), np.zeros(1000, np.uint8), CFG.CHUNK_SIZE, "cuda:0")
     out = capsys.readouterr().out
     speed, = re.findall(r"^evaluation  ([\d,]+) tokens/s on fake", out)
-    assert float(speed.replace(",", "")) == approx(CFG.CHUNK_SIZE * CFG.SEQ_LEN / 0.02, rel=0.5)
+    assert 0.1 < float(speed.replace(",", "")) * 0.02 / (CFG.CHUNK_SIZE * CFG.SEQ_LEN) < 1.01
     assert "times the int8 peak" in out
     for name in "update", "digest", "validation", "generation":
         assert re.search(rf"(?m)^{name} +[\d,.]+ ", out)

@@ -73,6 +73,10 @@ train --minuts 3 | unrecognized arguments: --minuts 3
 coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
 coordinator --tls-cert cert | needs both --tls-cert and --tls-key
 coordinator --island a | an island needs --save-dir
+coordinator --port 0 --preset laptop-bytes --peer 127.0.0.1:1 | give --island NAME
+coordinator --port 0 --preset laptop-bytes --island 'a b' | is not a name
+coordinator --port 0 --preset laptop-bytes --island a --peer host:0 | is not HOST:PORT
+coordinator --port 0 --island a --save-dir here -D SNAPSHOT_EVERY=0 | SNAPSHOT_EVERY and VALIDATE_EVERY above 0
 worker localhost --tls-cert cert | needs --tls-ca
 worker localhost --secret-file none | --secret-file none: No such file
 worker localhost --tls-ca none | egg: none: No such file or directory: give --tls-ca a certificate, PEM
@@ -82,8 +86,9 @@ train --threads many | --threads | 'many'
 train --minutes nan | --minutes
 train --steps -3 | --steps | 1 or more
 coordinator --port 65536 | --port | 0 to 65535
+coordinator --port 0 --http 0.0.0.0:0 | egg: --http 0.0.0.0:0 would show the run
 coordinator --http what | --http
-train -D MODEL=transformer | has no meaning with MODEL = transformer | (with the preset laptop, which ` | --preset deggs egg_config.py as it is)
+train -D MODEL=transformer | no meaning with MODEL = transformer | (with the preset laptop, | --preset deggs egg_config
 worker | HOST
 worker here --gpu -1 | --gpu
 arch --preset desktop | --preset | laptop
@@ -96,7 +101,7 @@ prepare x --vocab-size 255 | --vocab-size | 256 to 262144
 
 
 @mark.parametrize("line", WRONG.strip().split("\n"))
-def test_wrong_use_is_one_line_and_status_2(line):
+def test_wrong_use_is_one_line_and_status_2(here, line):
     args, *words = map(str.strip, line.split("|"))
     result = run(args, preset="")
     fails(result, 2, *words)

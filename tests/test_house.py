@@ -114,15 +114,11 @@ def sizes(path, kinds):
             if isinstance(node, kinds)]
 
 
-def test_no_class_is_longer_than_300_lines():
+@pytest.mark.parametrize("kinds, most", [((ast.ClassDef,), CLASS_LINES),
+                                         ((ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)])
+def test_no_class_and_no_function_is_too_long(kinds, most):
     none_of([f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
-             for line, name, lines in sizes(path, ast.ClassDef) if lines > CLASS_LINES])
-
-
-def test_no_function_is_longer_than_120_lines():
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    none_of([f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
-             for line, name, lines in sizes(path, functions) if lines > FUNCTION_LINES])
+             for line, name, lines in sizes(path, kinds) if lines > most])
 
 
 # --- what the coordinator loads --------------------------------------------------------------------------------------

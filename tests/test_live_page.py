@@ -24,7 +24,7 @@ from coordinators import Peer, Server, filled, refused, until
 from fakes import SECRET, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from recordings import HERE
-from commands import begin, fails, run
+from commands import begin
 from run_logs import example
 
 PASSWORD = auth.page_password(SECRET)
@@ -170,14 +170,6 @@ def test_where_the_page_may_be_served():
     for text in ("", "a", "1:2:3", "99999", ":80", "a b:80"):
         with raises(ValueError):
             split_address(text)
-
-
-def test_a_busy_port_is_one_line(here):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        fails(run("coordinator --port 0 --http", port), 1,
-              f"egg: --http 127.0.0.1:{port}: Address already in use: choose another address\n")
-    fails(run("coordinator --port 0 --http 0.0.0.0:0"), 2, "egg: --http 0.0.0.0:0 would show the run")
 
 
 # --- clients that are not browsers ------------------------------------------------------------------------------------
