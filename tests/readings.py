@@ -27,18 +27,13 @@ def as_data(cfg, tokens):
     return tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
-def member_reading(cfg, state, member, kind=Reading):
-    """The plain reading of a member of the State's step."""
-    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
-
-
 def plain_losses(cfg, state, windows, count, kind=Reading):
     """[int]: the losses of the first members of the State's step, over the windows of their pairs. A window begins with
     the tokens before it, and ends with its soft targets, where the configuration has such."""
     losses = []
     for member in range(count):
         before, window, drawn = np.split(windows[member // 2], np.cumsum([cfg.STATE_TOKENS, cfg.SEQ_LEN + 1]))
-        clean, reading = kind(cfg, state), member_reading(cfg, state, member, kind)
+        clean, reading = kind(cfg, state), kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
         if before.size:
             clean.hidden(before)
         reading.carried = clean.carried
@@ -77,13 +72,6 @@ def nats(cfg, z, targets):
     """float: what targets [n] cost with logits z [n, V]."""
     z = z / cfg.SOFTMAX_EXP_SCALE
     return (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), targets]).sum()
-
-
-def hold_validation_against_the_reading(engine, windows, kind=Reading):
-    cfg, windows = engine.cfg, np.array(windows)
-    want = sum(nats(cfg, kind(cfg, engine.state()).logits(window[:-1]), window[1:]) for window in windows)
-    got, count = engine.validate(windows)
-    assert count == windows[:, 1:].size and got == pytest.approx(want, rel=1e-9)
 
 
 def random_config(rng, **more):
@@ -169,7 +157,9 @@ def hold_against_the_reading(engine, rng, kind=Reading):
     windows = rules.windows(cfg, engine.tokens, state.step, 0, 4)
     assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6, kind)
     # of all tokens, and of few, so that the recurrent model is reset
-    hold_validation_against_the_reading(engine, rng.integers(0, [[cfg.VOCAB_SIZE], [9]], (2, cfg.SEQ_LEN + 1)), kind)
+    windows = rng.integers(0, [[cfg.VOCAB_SIZE], [9]], (2, cfg.SEQ_LEN + 1))
+    want = sum(nats(cfg, kind(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
+    assert engine.validate(windows) == (pytest.approx(want, rel=1e-9), windows[:, 1:].size)
     settings, prompt = settings_of(rng), rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
     text = [*engine.generate(prompt, cfg.SEQ_LEN + 9, 70, **settings)]
     assert len(text) == cfg.SEQ_LEN + 9
