@@ -64,7 +64,7 @@ deggs | SOFT_TARGETS=0:4 LOSS=exact | contexts must be from 0 to 3 tokens with V
 deggs | HOST_MASK=50 HOST_GAUSSIAN=1 | HOST_MASK = 50: must be at most 42 with HOST_GAUSSIAN
 deggs | PERTURB=activations ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = activations
 deggs | PORT=70000 | PORT = 70000: must be from 0 to 65535
-deggs | AUDIT_RATE=much | AUDIT_RATE = 'much': must be a number
+deggs | AUDIT_RATE=much | AUDIT_RATE: 'much' is not a number
 deggs | SIMD=mmx | SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable
 deggs | STATE_TOKENS=4 | STATE_TOKENS = 4: has no meaning with MODEL = transformer: leave it at 0
 deggs | HIDEN_DIM=64 | HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?
