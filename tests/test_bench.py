@@ -3,13 +3,21 @@
 import re
 
 import numpy as np
-from pytest import importorskip
+from pytest import fixture, importorskip
 
 from fakes import CFG, FakeEngine
 from tools import bench
 
 
-def test_a_gpu_has_every_figure(monkeypatch, capsys):
+@fixture
+def quick(monkeypatch):
+    """Everything is measured for a moment."""
+    median, steps = bench.median_seconds, bench.bench_steps
+    monkeypatch.setattr(bench, "median_seconds", lambda run: median(run, 0.02))
+    monkeypatch.setattr(bench, "bench_steps", lambda *arguments: steps(*arguments, seconds=0.5))
+
+
+def test_a_gpu_has_every_figure(quick, monkeypatch, capsys):
     cuda_engine = importorskip("engine.cuda_engine")
     monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
     bench.bench_engine(CFG, FakeEngine(CFG, 0.02), np.zeros(1000, np.uint8), CFG.CHUNK_SIZE, "cuda:0")
@@ -21,12 +29,8 @@ def test_a_gpu_has_every_figure(monkeypatch, capsys):
         assert re.search(rf"(?m)^{name} +[\d,.]+ ", out)
 
 
-def test_a_cpu_has_every_figure(compiled, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_cpu_has_every_figure(quick, compiled, here, capsys):
     (np.arange(3000) % 251).astype(np.uint8).tofile("input.bin")
-    median, steps = bench.median_seconds, bench.bench_steps
-    monkeypatch.setattr(bench, "median_seconds", lambda run: median(run, 0.02))
-    monkeypatch.setattr(bench, "bench_steps", lambda *arguments: steps(*arguments, seconds=2))
     bench.bench(CFG.changed(DEVICE="cpu"), "cpu", None)
     out = capsys.readouterr().out
     times, word = re.search(r" ([\d.]+) times the float32 product of NumPy\n +(good|low): ", out).groups()

@@ -112,8 +112,8 @@ def test_tables_of_soft_targets_that_the_device_cannot_hold_are_read_by_the_proc
     cfg = make(N_LAYERS=1, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact", SOFT_TARGETS=((0, 2),))
     CudaEngine(cfg, np.zeros(1000, uint32))
     assert "the processor cuts the windows" not in capfd.readouterr().err
-    cuda.current_context().get_memory_info().free = 1 << 30
-    engine = CudaEngine(cfg, np.zeros((1 << 26) + 1, uint32))
+    cuda.current_context().get_memory_info().free = 1 << 28
+    engine = CudaEngine(cfg, np.zeros((1 << 22) + 1, uint32))
     assert "the processor cuts the windows" in capfd.readouterr().err and engine.evaluate(0, 8).size == 8
 
 
