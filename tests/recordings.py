@@ -26,12 +26,6 @@ def python(*arguments, cwd=HERE, **environ):
     return done.stdout
 
 
-def simulated(code, *arguments, cwd, **environ):
-    """Runs Python code in which CUDA kernels run in Python, thread by thread."""
-    python("-c", f"import simulator\n{code}", *arguments, cwd=cwd, NUMBA_ENABLE_CUDASIM="1",
-           PYTHONPATH=f"{HERE}{os.pathsep}{HERE / 'tests'}", **environ)
-
-
 def write_decoding(path, pieces):
     """The path (str) of a decoding.bin with these bytes of tokens."""
     path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))

@@ -45,8 +45,7 @@ def test_a_missing_library_is_named_with_what_installs_it(here):
     fails(process("coordinator --port 0", env={"PYTHONPATH": here}), 1, "has no pyzstd: ")
 
 
-@mark.parametrize("command", ["train --preset laptop-bytes --save-dir ckpt", "generate", "coordinator --port 0",
-                                     "worker localhost", "status", "arch"])
+@mark.parametrize("command", ["train --preset laptop-bytes --save-dir ckpt", "generate", "coordinator --port 0"])
 def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
     """In the first seconds of a command, from when the program itself has begun, and also while it compiles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -6,7 +6,6 @@ import shutil
 from contextlib import closing
 from time import thread_time
 
-import numpy as np
 import pyzstd
 from pytest import mark
 
@@ -14,7 +13,7 @@ import egg_config
 from cluster import history
 from cluster.history import open_run
 from model import rules, steps
-from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
+from coordinators import filled, kept, refused, replayed, whole
 from fakes import CFG, any_fitness, changed, full
 from readings import configured
 from recordings import HERE, digests, golden, recorded_digests
@@ -229,25 +228,3 @@ def test_damaged_cpp_checkpoints_are_refused(tmp_path, words, number, change):
         file.write_bytes(change(data))
     cannot_open(words, tmp_path / "run", golden_a()[0], tmp_path / "cpp")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_stopped_coordinator_changes_no_bit_of_golden_a(tmp_path, compiled):
-    """Two workers, which stay meanwhile; what they stated is kept."""
-    from engine.cpu_engine import CpuEngine
-    (cfg, tokens, recorded), port = golden_a(), free_port()
-    engines = [CpuEngine(cfg, tokens, 1) for _ in range(2)]
-    for engine in engines:
-        work_in_thread(port, engine, cfg, retry=True)
-    for steps in 4, 6:
-        with Server(tmp_path / "run", cfg, port, save=True, steps=steps, stay=True) as server:
-            until(lambda: all(engine.step == steps for engine in engines))
-            server.calls.put(lambda: vars(server.coordinator).update(closing=True, steps=None))      # nobody planned it
-    with opened(tmp_path / "run", cfg=cfg) as run:
-        records = [run.record(k) for k in range(6)]
-        losses = [recorded["loss"][k].astype(np.int64).sum() for k in range(6)]
-        assert [record.sum_loss for record in records] == losses
-        assert [record.updates for record in records[1:]] == [*recorded["updates"][:5]]
-        hold_against_fitness(run, cfg, recorded)
-    for engine in engines:
-        until(lambda: engine.step == 6)
-        assert digests(engine.state()) == recorded_digests(recorded, 5)

@@ -17,7 +17,7 @@ from model import parameters, steps
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
 from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
-from commands import fails, run
+from commands import run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
 
@@ -141,18 +141,6 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
         a.reaches(11 if rates[0] > rates[1] else 0)              # it has been validated at step 10
         with Isle(directory / "b", "b", rates[1], [a], **both, **theirs) as b:
             yield a, b
-
-
-# --- what the command line says ---------------------------------------------------------------------------------------
-
-@mark.parametrize("arguments, says", [
-    ("--peer 127.0.0.1:1", "give --island NAME"),
-    ("--island 'a b'", "is not a name"),
-    ("--island a --peer host:0", "is not HOST:PORT"),
-    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
-])
-def test_wrong_use_is_one_line(here, arguments, says):
-    fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), 2, says)
 
 
 class Rewarded(Learner, FakeObjective):

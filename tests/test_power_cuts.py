@@ -7,7 +7,6 @@ import pathlib
 import stat
 import threading
 from collections import namedtuple
-from types import SimpleNamespace
 
 from pytest import fixture, mark
 
@@ -206,27 +205,6 @@ def test_a_run_and_its_restart(disk, tmp_path, kind):
     names = os.listdir(disk.directory)
     assert any(name.startswith("snapshot-") and name.count("-") > 1 for name in names), names     # it has its figure
     hold(disk, cfg, course(FakeEngine(cfg), 0, 14), tmp_path)
-
-
-def test_a_best_snapshot_goes_once_the_figure_of_a_better_one_is_on_the_disk(disk, tmp_path):
-    cfg, engine = KINDS["objective"], FakeEngine(KINDS["objective"])
-    with contextlib.closing(open_run(cfg, disk.directory)) as run:
-        shelf = snapshots.Shelf(cfg, run)
-        disk.server = SimpleNamespace(run=run, shelf=shelf)
-        for step, figure in enumerate([0.25, 0.5, 0.25, 0.25, 0.75], 1):
-            run.append(step_alone(engine)[0], 0, 0)
-            run.sync()
-            body = snapshots.pack(engine.state())
-            upload = snapshots.Upload(cfg, step, engine.seed, engine.digest(), disk.directory)
-            upload.feed(len(body), 0, body)
-            upload.check()
-            shelf.digests[step] = engine.digest()
-            for work in shelf.put(upload):
-                work()
-            shelf.figures[step] = figure
-            shelf.arrange()
-    assert sorted(shelf.files) == [4, 5] and shelf.best == 5
-    hold(disk, cfg, course(FakeEngine(cfg), 0, 5), tmp_path)
 
 
 class Epoch(egg_net.Hook):

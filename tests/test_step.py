@@ -14,7 +14,7 @@ import egg_net
 from cluster import admission, dispatch, status, wire
 from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
-from cluster.step import AGREES, Author, STATES_KEPT, States, Step, WAIT
+from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
 from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
@@ -336,26 +336,6 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
     assert late.loads >= 1 and sum(other.loads for other in others) <= 1
     assert {engine.digest() for engine in (late, *others)} == {digest} and kept(tmp_path) == packed
     assert "w1 has erred, 1 of 3" in server.said and "2 of 3" not in server.said
-
-
-def test_the_majority_of_authors_decides_which_state_is_right():
-    states, votes = States(), {A.author, B.author, C.author}
-
-    def judged(worker, digest, rebuilt=False, at_work=()):
-        return states.judge(5, worker.author, digest, rebuilt, at_work)
-
-    for _ in range(2):                                           # its own vote counts once
-        assert judged(A, b"x") == (AGREES, False) and states.decided(5)
-    assert judged(B, b"y", at_work=votes) == (WAIT, False)       # c has still to vote
-    assert judged(B, b"y") == judged(A, b"x") == ("rebuild", False) and not states.decided(5)
-    assert judged(B, b"y", True) == judged(A, b"x", True) == (WAIT, False)
-    assert states.contradicts(5, b"x") and not states.contradicts(6, b"x")
-    assert judged(C, b"y") == (AGREES, False) and states.outvoted(5, b"y") == [A.author]
-    assert judged(A, b"x", True) == ("rebuild", True) and not states.contradicts(5, b"y")
-    assert judged(A, b"y", True) == (AGREES, False)              # it has rebuilt, and its error is counted
-    for step in range(5, 30):
-        states.judge(step, A.author, b"y", False)
-    assert min(states.votes) == 30 - STATES_KEPT
 
 
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):

@@ -161,7 +161,8 @@ def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ends(f"port {port} is in use", f"coordinator --port {port}", *bytes_here[:-2])
-        ends(str(port), f"train --http {port}", *bytes_here)
+        ends(f"egg: --http 127.0.0.1:{port}: Address already in use: choose another address", f"train --http {port}",
+             *bytes_here)
     monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
     ends("too little memory", "train", *bytes_here)
     assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
