@@ -16,7 +16,7 @@ import pytest
 
 import egg
 import egg_config
-from cluster import admission, history
+from cluster import history
 from cluster.console import rewards_text
 from cluster.status import Progress, describe_status
 from cluster.wire import FrameError

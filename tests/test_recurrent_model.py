@@ -16,7 +16,7 @@ from model.parameters import tensors
 from compiling import CARDS, kernels_of
 from engines_compared import SEED
 from fakes import any_fitness, step_alone
-from readings import configured, equal, random_gru, votes_on
+from readings import as_data, configured, equal, random_gru, votes_on
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,

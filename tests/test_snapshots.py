@@ -61,7 +61,7 @@ def test_the_digest_is_that_of_the_specification():
         engine.load(state)
         assert engine.digest() == digest
         engine.update(any_fitness(cfg, rng))
-        assert engine.digest() == of_state(engine.state()) != digest
+        assert engine.digest() == parameters.digest_of(engine.state()) != digest
 
 
 def test_training_data_are_told_apart():
