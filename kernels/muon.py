@@ -98,7 +98,7 @@ def build(cfg):
         alpha * right)."""
         def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
             ours = cuda.shared.array(OPERAND, float32)
-            theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
+            theirs = cuda.shared.array(OPERAND, float32)
             acc = cuda.local.array((4, 4), float32)
             t = int32(cuda.threadIdx.x)
             matrix = tiles[cuda.blockIdx.x, 0]

@@ -1,27 +1,31 @@
 """The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the
 engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
+import contextlib
+import gc
 import hashlib
 import re
 import time
+from unittest import mock
 
 import numpy as np
 from numpy.random import default_rng
 import sanitize
 from numba import cuda
-from numpy import int32, uint32
+from numpy import int32, int64, uint32
 from pytest import fixture, mark, param, raises
 
 import no_device
 from egg_config import make
 from engine import cuda_engine
 from engine.cuda_engine import CudaEngine
-from kernels import attention, head, host, pairs, parts, product, transformer
-from model import rules
+from kernels import attention, head, host, pairs, parts, product, transformer, update
+from model import parameters, rules
+from model.reading import Reading
 from compiling import CARDS
 from engines_compared import SEED, begun_ahead
 from fakes import any_fitness, step_alone
-from readings import TINY, as_data, equal, random_config
+from readings import TINY, as_data, equal, random_config, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests
 
 
@@ -45,6 +49,65 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
                 for kernel in kernels.full_width.values():
                     shape = kernel.shape
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
+
+
+def test_the_work_of_the_kernels_gives_the_votes():
+    """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
+    cfg = make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
+    work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
+    packed, state.seed = any_fitness(cfg, SEED), 4000000000
+    fitness = rules.unpacked_digits(packed, cfg.N_PAIRS)
+    n = np.arange(work.span + 16)
+    operands = np.zeros((len(work.rows), n.size), int64)
+    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(int64)):
+        row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
+        if shift >= 0:
+            signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
+            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
+        row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
+    votes = np.zeros(parameters.n_weights(cfg), int64)
+    for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in work.tiles:
+        product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
+        p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
+        r, c = (s, p) if signed_is_row else (p, s)
+        np.add.at(votes, at + (r >> 2) * 4 * cols + c * 4 + (r & 3), product)
+    for element, offset, ahead, at in work.vectors:
+        rows = operands[element:element + 8 * update.EIGHTS]
+        votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
+    for t in parameters.tensors(cfg):
+        equal(votes[t.span], votes_on(cfg, state, t, packed), t)
+
+
+@mark.parametrize("wrong", [False, True])
+def test_a_graph_is_captured_while_nothing_is_freed(wrong, monkeypatch):
+    """An error ends the capture, too; else the thread could allocate nothing any more."""
+    did = []
+
+    @contextlib.contextmanager
+    def defer_cleanup():
+        did.append("defer")
+        yield
+        did.append("free")
+
+    def enqueue():
+        assert not gc.isenabled() or "launch" not in did
+        did.append("launch")
+        if wrong and len(did) > 1:
+            raise ValueError
+
+    driver = mock.MagicMock()
+    driver.cuStreamBeginCapture.side_effect = lambda *_: did.append("begin") or (0,)
+    driver.cuStreamEndCapture.side_effect = lambda *_: did.append("end") or (0, "graph")
+    driver.cuGraphInstantiate.return_value = 0, "executable"
+    driver.cuGraphDestroy.return_value = driver.cuGraphLaunch.return_value = 0,
+    monkeypatch.setattr(cuda_engine, "driver", driver)
+    monkeypatch.setattr(cuda, "defer_cleanup", defer_cleanup)
+    replay = cuda_engine.Replay(mock.MagicMock(), enqueue)
+    replay()
+    with raises(ValueError) if wrong else contextlib.nullcontext():
+        replay()
+    assert did == ["launch", "defer", "begin", "launch", "end", *["free"] * (not wrong)] and gc.isenabled()
+    assert driver.cuGraphLaunch.call_count == 1 - wrong
 
 
 @fixture
