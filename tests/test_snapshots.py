@@ -18,7 +18,7 @@ from cluster.history import open_run
 from cluster.snapshots import unpack
 from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
 from model import parameters
-from model.parameters import initial_state
+from model.parameters import digest_of, initial_state
 from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
                           whole)
 from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
@@ -60,7 +60,7 @@ def test_the_digest_is_that_of_the_specification():
         engine.load(state)
         assert engine.digest() == digest
         engine.update(any_fitness(cfg, rng))
-        assert engine.digest() == parameters.digest_of(engine.state()) != digest
+        assert engine.digest() == digest_of(engine.state()) != digest
 
 
 def test_training_data_are_told_apart():
