@@ -113,7 +113,7 @@ MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
     option("--steps N", "stop when the run has N steps", COUNT),
-    option("--minutes N", "stop after N minutes", MINUTES),
+    option("--minutes N", "stop N minutes after the first chunk of work was handed out", MINUTES),
     option("--target X", "stop when a validation is X or better, bits/byte", number(float, 0.001, 64)),
     option("--patience N", "stop after N validations in a row that were no better than the best", COUNT),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it", action=Once),
@@ -539,8 +539,8 @@ def arch(cfg, args):
     """print the architecture: parameters, sizes, what a step costs
 
     example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8"""
-    from tools import arch
-    print(arch.describe(cfg))
+    from tools import debug
+    print(debug.architecture(cfg))
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
@@ -672,12 +672,12 @@ class Version(argparse.Action):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        """Answers wrong use with one line, not with the whole usage."""
+        """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
         for name in message.rpartition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
                 message += f"; {name} is here {here}"
-        self.exit(2, f"egg: {message} (see python {self.prog} --help)\n")
+        raise egg_config.UsageError(f"{message} (see python {self.prog} --help)")
 
 
 def parsed(argv):

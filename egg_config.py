@@ -16,7 +16,6 @@ this as the tables of docs/CONFIGURATION.md.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -209,14 +208,15 @@ PRESETS = {
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
     # default shifts an MLP would add almost nothing to the residual stream. The rate falls with the root of the steps.
-    # N GPUs share a step of N chunks: POPULATION_SIZE = N * 8192.
+    # Several GPUs need more work a step, or they wait for each other's votes: N of them take CHUNK_SIZE=65536,
+    # GROUP_SIZE=64 and POPULATION_SIZE = N * 65536.
     "best": dict(
         PERTURB="activations", N_LAYERS=1, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, GROUP_SIZE=16, CHUNK_SIZE=8192,
         POPULATION_SIZE=8192, NOISE_EMBEDDING=2, NOISE_ATTENTION=4, NOISE_OUTPUT=2, NOISE_UP=4, NOISE_DOWN=2,
         SOFT_TARGETS="0:1", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
-        LR_SCHEDULE="0:0.25, 50:0.24, 100:0.231, 200:0.217, 350:0.199, 600:0.177, 900:0.158, 1300:0.14, 1900:0.123, "
-                    "2700:0.107, 3800:0.093, 5300:0.08, 7500:0.068, 9500:0.04, 10500:0.02",
+        LR_SCHEDULE="0:0.12, 100:0.117, 300:0.112, 600:0.105, 1000:0.097, 1500:0.09, 2200:0.082, 3200:0.073, "
+                    "4500:0.065, 6000:0.059, 7500:0.054, 8500:0.035, 9500:0.02",
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
@@ -334,44 +334,38 @@ class Constant(namedtuple("Constant", "section value kind limits allowed agree m
         return None if all(low <= number <= high for number in numbers) else f"{word}must be from {limits}"
 
 
+LINE = re.compile(r"^(?:# --- (?P<section>.*?) -+|(?P<name>\w+) *=[^#\n]*#?(?P<comment>.*(?:\n#  .*)*))$", re.MULTILINE)
+
+
 def _constants():
     """{name: Constant} of this file. Raises ConfigError for an assignment that is none."""
     with open(__file__, encoding="utf-8") as file:
-        lines = file.read().split("\n")
-    end = next((i for i, line in enumerate(lines) if line.startswith("PRESETS")), len(lines))
-    lines_of, name = {}, None
-    for number, line in enumerate(lines[:end], 1):
-        if line.startswith("# --- "):
-            section = line.strip("# -")
-        elif line.startswith("#  ") and name:                # goes on with the meaning of the constant above
-            lines_of[name][-1] += line[1:]
+        source = file.read()
+    end = source.find("\nPRESETS")
+    constants, section = {}, ""
+    for match in LINE.finditer(source):
+        name, line = match["name"], source.count("\n", 0, match.start()) + 1
+        if match.start() > end:
+            if name in constants:
+                raise ConfigError(f"{_place(line)}{name}: has no effect below PRESETS: set it in line "
+                                  f"{constants[name].line}")
             continue
-        name, equals, rest = line.partition("=")
-        name = name.rstrip()
-        if equals and name.isidentifier():
-            limits, agree, meaning = [*rest.partition("#")[2].split("|", 2), "", ""][:3]
-            if agree or name not in lines_of:
-                lines_of[name] = [number, section, limits.strip(), agree.strip(), meaning]
-            lines_of[name][0] = number                          # where it is set last
+        if not name:
+            section = match["section"]
+            continue
+        limits, agree, meaning = (part.strip() for part in [*match["comment"].split("|", 2), "", ""][:3])
+        if not agree and name in constants:          # it is set again
+            constants[name] = constants[name]._replace(line=line)
+        elif not agree:
+            raise ConfigError(f"{_place(line)}{name}: a constant needs the comment behind its value: # allowed | agree "
+                              "| meaning")
+        elif agree not in AGREE:
+            raise ConfigError(f"{_place(line)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
         else:
-            name = None
-    constants = {}
-    for name, (number, section, limits, agree, meaning) in lines_of.items():
-        if not agree:
-            raise ConfigError(f"{_place(number)}{name}: a constant needs the comment behind its value: # allowed | "
-                              "agree | meaning" + did_you_mean(name, [n for n in lines_of if lines_of[n][3]]))
-        if agree not in AGREE:
-            raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
-        value = globals()[name]
-        kind, allowed = _allowed(limits)
-        words = meaning.split()
-        model = words.pop(0)[1:-1] if words and words[0][0] == "(" and words[0][-1] == ")" else None
-        value = int(value) if isinstance(value, bool) else value
-        constants[name] = Constant(section, value, kind, limits, allowed, agree, model, " ".join(words), number)
-    for number, line in enumerate(lines[end:], end + 1):
-        if (name := line.partition("=")[0].rstrip()) in constants:
-            raise ConfigError(f"{_place(number)}{name}: has no effect below PRESETS: set it in line "
-                              f"{constants[name].line}")
+            value = globals()[name]
+            value = int(value) if isinstance(value, bool) else value
+            model, meaning = re.fullmatch(r"(?:\((\w+)\) )?(.*)", re.sub(r"\n# *| +", " ", meaning)).groups()
+            constants[name] = Constant(section, value, *_allowed(limits), agree, model, meaning, line)
     return constants
 
 
@@ -380,31 +374,19 @@ def _place(line):
 
 
 def _allowed(limits):
-    """(kind, values) of the limits of a constant; the words of a schedule stand before its range."""
+    """(kind, limits, values) of the limits of a constant; the words of a schedule stand before its range."""
     low, to, high = limits.partition(" to ")
     values = [low.split()[-1], high] if to else limits.split(", ") if limits else []
     if not "".join(values).lstrip("-")[:1].isdigit():
-        return str, tuple(values)
+        return str, limits, tuple(values)
     numbers = tuple(_number(value) for value in values)
-    return tuple if limits[0].isalpha() else type(numbers[0]), numbers
+    return tuple if limits[0].isalpha() else type(numbers[0]), limits, numbers
 
 
 def _number(text):
     """The number that is written: -1, 0.5, 1e6, 2^30."""
     base, _, exponent = text.partition("^")
     return int(base) ** int(exponent or 1) if base.lstrip("-").isdigit() else float(text)
-
-
-def nearest(word, words):
-    """[the one of `words` that is most like this word], [] where none is like it."""
-    import difflib                                   # here: no program that starts well needs it
-    return difflib.get_close_matches(word, words, 1)
-
-
-def did_you_mean(word, words, otherwise=""):
-    """The end of a message about an unknown word; `otherwise` if it is like none of `words`."""
-    near = nearest(word, words)
-    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 # {a name of nanoGPT and others, also of an option: what it is here}
@@ -415,9 +397,12 @@ ELSEWHERE = {
     "MAX_ITERS": "--steps N", "OUT_DIR": "--save-dir DIR", "SEED": "-D ISLAND_SEED=N"}
 
 
-def _no_such(name, names):
-    here = f": here that is {ELSEWHERE[name.upper()]}" if name.upper() in ELSEWHERE else ""
-    return "no such constant in egg_config.py" + (here or did_you_mean(name.upper(), names))
+def _no_such(name):
+    import difflib                                   # here: no program that starts well needs it
+    if here := ELSEWHERE.get(name.upper()):
+        return f"no such constant in egg_config.py: here that is {here}"
+    near = difflib.get_close_matches(name.upper(), CONSTANTS, 1)
+    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
 
 
 CONSTANTS = _constants()
@@ -436,9 +421,7 @@ class Config(types.SimpleNamespace):
     def __getattr__(self, name):
         if not name.isupper():
             raise AttributeError(name)
-        near = nearest(name, CONSTANTS)
-        raise ConfigError(f"{os.path.basename(__file__)}: the constant {name} is missing" + (
-            f"; is it {near[0]} in line {CONSTANTS[near[0]].line}?" if near else ""))
+        raise ConfigError(f"{os.path.basename(__file__)}: the constant {name} is missing")
 
     def constants(self):
         """{name: value} of all constants."""
@@ -504,7 +487,7 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     for name in sources.keys() - CONSTANTS.keys():
-        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
+        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name)}")
     if objective:
         source, digest, settings = objective
         values = {**settings, "OBJECTIVE": digest}
@@ -549,16 +532,6 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
 
 
-def preset_of(agreed):
-    """The preset that has these constants (see Config.agreed), None without one."""
-    return next((name for name, constants in _agreed_presets().items() if constants == agreed), None)
-
-
-@functools.cache
-def _agreed_presets():
-    return {name: make(**values).agreed() for name, values in PRESETS.items() if values}
-
-
 def _defaults():
     return {name: constant.value for name, constant in CONSTANTS.items()}
 
@@ -572,7 +545,7 @@ def make(**values):
     """A checked Config from keyword constants; those not given keep this file's values."""
     for name in values:
         if name not in CONSTANTS:
-            raise ConfigError(f"{name}: {_no_such(name, CONSTANTS)}")
+            raise ConfigError(f"{name}: {_no_such(name)}")
     cfg = Config(**{**_defaults(), **{name: _tuples(value) for name, value in values.items()}})
     if not cfg.POPULATION_SIZE:
         cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
@@ -678,7 +651,7 @@ def text(value):
 def _parse(name, text, source):
     """The value of a constant in an override."""
     if name not in CONSTANTS:
-        raise ConfigError(f"{source}: {_no_such(name, CONSTANTS)}")
+        raise ConfigError(f"{source}: {_no_such(name)}")
     constant = CONSTANTS[name]
     try:
         if constant.kind is int:

@@ -95,12 +95,12 @@ class Forward:
 
     def tables(self):
         """Uploads the constant tables."""
-        cfg, exps = self.cfg, integer_tables.exp_table(self.cfg)
+        cfg = self.cfg
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
-                      exps=exps[np.minimum(np.arange(256), exps.size - 1)],
+                      exps=integer_tables.exp_table(cfg),
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 

@@ -11,8 +11,8 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
     worker        Worker.serve                      asks for work: JOB_REQUEST
     coordinator   Coordinator._answer               hands out a chunk: JOB_RESPONSE
     worker        Worker._evaluate                  engine.evaluate makes losses,
-                  model.fitness_digits.chunk_fitness    these become digits,
-                  model.fitness_digits.pack_ternary     five digits a byte
+                  model.rules.chunk_fitness         these become digits,
+                  model.steps.pack_digits           five digits a byte
                   Worker._result                    makes a RESULT of them,
                   cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
     coordinator   cluster.admission.Session.received takes frames out of what has come
@@ -47,11 +47,11 @@ from cluster.admission import Admission, ERRORS, Role
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
-from cluster.link import WHICH_HOST, Link, OldCoordinator, RunEnded, check_address
+from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
-from model import ternary
+from model import steps
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
 
@@ -136,7 +136,7 @@ class Worker:
     def _evaluate(self, link, first):
         """(packed digits, loss) of the chunk that begins with member `first`."""
         import numpy as np
-        from model import fitness_digits
+        from model import rules
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
@@ -166,14 +166,15 @@ class Worker:
         if self.cfg.PERTURB == "activations":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), int(losses.sum())
+        return steps.pack_digits(rules.chunk_fitness(losses, self.cfg)), int(losses.sum())
 
     def _result(self, link, first, packed, loss):
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
         their digits; a disputed result makes it begin again."""
         self.done[first] = packed
         if len(self.done) == self.cfg.N_CHUNKS:
-            self._begin_update(ternary.join([self.done[first] for first in sorted(self.done)], self.cfg.CHUNK_DIGITS))
+            chunks = [self.done[first] for first in sorted(self.done)]
+            self._begin_update(steps.join_digits(chunks, self.cfg.CHUNK_DIGITS))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed = 0
@@ -200,13 +201,13 @@ class Worker:
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
 
-        size = ternary.packed_size(self.cfg.STEP_DIGITS)
+        size = steps.packed_size(self.cfg.STEP_DIGITS)
         try:
             if link.version == V2:
                 packed = history.unzip(packed, size)
             if len(packed) == size:
                 self._begin_update(packed)           # a GPU is at work while the digits are checked
-            ternary.check(packed, self.cfg.STEP_DIGITS)
+            steps.check_digits(packed, self.cfg.STEP_DIGITS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -360,10 +361,9 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     """Serves the coordinator at host:port with `engine`, through interruptions, to the planned end of the run; with
     retry=False until the coordinator closes. Returns the number of chunks done. The engine keeps the state it has come
     to. tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a
-    data_files.Decoding or None;
-    access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2 is called with protocol 1;
-    name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where no coordinator
-    can be, or one that does not fit or refuses this worker."""
+    data_files.Decoding or None; access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2
+    is called with protocol 1; name: in the coordinator's lines, default host and device; options: of Worker. Raises
+    NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
@@ -399,14 +399,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 raise
             problem = str(error)
         except OSError as error:
-            if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
+            if connected and not retry:
+                return worker.chunks
+            problem = "the coordinator is gone" if connected else f"cannot join {host}:{port}: {reason(error)}"
             if not retry:
-                if connected:
-                    return worker.chunks
-                raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = ("the coordinator is gone" if connected else
-                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
+                raise NetError(problem) from None
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
@@ -420,7 +417,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
 
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
-OTHER_FILES = 64           # files that a coordinator may open beside its connections
+OTHER_FILES = 128          # files and sockets of the page that a coordinator may open beside its connections
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
@@ -485,8 +482,8 @@ class RemoteWorker(Role):
                 self.take_reward(*wire.REWARD.unpack(payload))
             case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
-                line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
-                coordinator.events.message(self.author.name, text, line)
+                coordinator.events.message(self.author.name, text,
+                                           f"worker {self.session.title}:\n" * coordinator.peers)
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
@@ -550,8 +547,7 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
     islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
-    whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
-    EggError for an option that cannot be used."""
+    whose attach(coordinator) returns the page. Raises an EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
     _measuring = None          # the worker that measures the last state; False: that is done
@@ -569,7 +565,7 @@ class Coordinator:
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = snapshots.Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
-        self.admission = Admission(self, access, room_for_connections(http))
+        self.admission = Admission(self, access, room_for_connections())
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
@@ -597,7 +593,7 @@ class Coordinator:
             self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
-            self.collector.check(now)
+            self.collector.check()
             self._complete_step()                    # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
@@ -644,7 +640,6 @@ class Coordinator:
         self.hub.close()
         if self.page:
             self.page.close()
-        self.shelf.close_unread()
 
     # who comes and goes (cluster.admission lets in)
 
@@ -844,15 +839,14 @@ class Coordinator:
         self._begin_step()
 
 
-def room_for_connections(http):
+def room_for_connections():
     """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    files = OTHER_FILES + (http.descriptors if http else 0)
-    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
     if room < LEAST_CONNECTIONS:
-        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
-                       "raise the limit with `ulimit -n 4096`")
+        raise NetError(f"this process may open {limit} files, and a coordinator needs "
+                       f"{OTHER_FILES + LEAST_CONNECTIONS}: raise the limit with `ulimit -n 4096`")
     return room
 
 

@@ -7,12 +7,14 @@ import pytest
 
 import egg_config
 from engine import cpu_engine, cpu_rules
-from model import fitness_digits, integer_tables, parameters, rules, seeds
+from model import integer_tables, parameters, rules, steps
 from model.reading import Reading
-from readings import (TINY, callable_by_python, drawn, equal, hold_validation_against_the_reading, plain_losses,
-                      random_config, shaken, votes_on)
-from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against_recording, in_part, python,
+from readings import (TINY, callable_by_python, drawn, equal, hold_against_the_reading, random_config, random_gru,
+                      votes_on)
+from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against_recording, in_part,
                         recorded_generation, recorded_updates)
+
+COMPILED = ["compiled", "compiled_gru"]                      # for tests/conftest.py
 
 
 # --- recordings, and the plain reading --------------------------------------------------------------------------------
@@ -20,14 +22,6 @@ from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against
 @pytest.mark.parametrize("name", "ABD")
 def test_recorded_runs(name):
     hold_against_recording(cpu_engine.CpuEngine, name)
-
-
-def test_recorded_run_with_the_instructions_of_any_processor():
-    """tests/test_simd.py holds the operations of every kind against NumPy; this is a whole run."""
-    # without a search for garbage, which takes a tenth of the time of compiling
-    code = ("import gc; gc.disable(); from engine import cpu_engine, simd; import recordings\n"
-            "simd.use('portable'); recordings.hold_against_recording(cpu_engine.CpuEngine, 'A')")
-    python("-c", code, PYTHONPATH="tests")
 
 
 def test_recorded_default_configuration():
@@ -66,15 +60,13 @@ def hold_against_recorded_generation(engine, step):
         assert draw(t) == recorded[t + 1], t
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_losses_and_validation_are_those_of_the_plain_reading(seed):
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("draw", [random_config, random_gru])
+def test_the_engine_does_what_the_plain_reading_does(draw, seed):
     rng = np.random.default_rng(seed)
-    cfg = random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3)
-    tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
-    engine = cpu_engine.CpuEngine(cfg, tokens)
-    state = shaken(engine, rng, 3)
-    assert engine.evaluate(0, 4).tolist() == plain_losses(cfg, state, rules.windows(cfg, tokens, 3, 0, 2), 4)
-    hold_validation_against_the_reading(engine, rng.integers(0, cfg.VOCAB_SIZE, (2, cfg.SEQ_LEN + 1)))
+    cfg = draw(rng, ADAPTIVE_NOISE_MODE=seed % 3)
+    tokens = rng.integers(0, 8 if seed % 2 else cfg.VOCAB_SIZE, 500).astype(np.uint32)
+    hold_against_the_reading(cpu_engine.CpuEngine(cfg, tokens, threads=1 + seed % 2), rng)
 
 
 def test_exact_loss_in_fixed_point():
@@ -101,7 +93,7 @@ def test_sgd_accumulates_votes():
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
     engine = cpu_engine.CpuEngine(cfg)
-    before, fitness = engine.state(), fitness_digits.pack_ternary(np.array([1, -1, 0, 1], np.int8))
+    before, fitness = engine.state(), steps.pack_digits(np.array([1, -1, 0, 1], np.int8))
     changed, after = engine.update(fitness), engine.state()
     votes, rate = np.zeros((2, before.weights.size), np.float32)
     for t in parameters.tensors(cfg):
@@ -128,31 +120,6 @@ def test_tensors_cover_the_flat_arrays_once():
         assert (weights == 1).all() and (overlay == 1).all()
 
 
-def test_draws_are_xorshift32():
-    x, plain = 42, []
-    for _ in range(5000):
-        x ^= x << 13 & 0xFFFFFFFF
-        x ^= x >> 17
-        x ^= x << 5 & 0xFFFFFFFF
-        plain.append(x)
-    equal(parameters._xorshift(42, 5000), plain)
-
-
-@pytest.mark.parametrize("gaussian", [0, 1])
-def test_noise_of_all_at_once_is_the_rule(gaussian):
-    """The NumPy form of the draw and the rule on the host; the hash of an array."""
-    draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
-    draw = rules.draw_rules(lambda rule: rule, gaussian).draw
-    for mask in (0, 1, 15, 42):
-        assert rules.uniform_noise(draws, mask, gaussian).tolist() == [draw(r, mask) for r in draws]
-    for i in (0, 1, 49, 2 ** 31 - 1):
-        x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
-        x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
-        x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
-        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
-    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
-
-
 def test_windows_begin_where_the_rule_says():
     cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
     for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
@@ -172,14 +139,14 @@ def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = fitness_digits.pack_ternary(f)
+        data = steps.pack_digits(f)
         assert len(data) == -(-n // 5)
-        equal(fitness_digits.unpack_ternary(data, n), f)
-    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+        equal(rules.unpacked_digits(data, n), f)
+    assert steps.pack_digits(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
-            fitness_digits.unpack_ternary(data, count)
+            rules.unpacked_digits(data, count)
 
 
 def test_initial_model_of_the_default_configuration():

@@ -9,7 +9,6 @@ import json
 import os
 import time
 
-import egg_config
 from cluster import auth, history, hub, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
@@ -17,7 +16,6 @@ from cluster.step import Author
 from cluster.wire import BAD_FRAME, BANNED, FULL, OTHER_CONFIG, OTHER_DATA, FrameError, Refused, V1, V2
 
 FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
-FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
 BACKLOG = 1024                                 # connections that the system holds until they are accepted
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REFUSALS, REFUSED_SECONDS = 1024, 600.0        # that are remembered, and not logged again meanwhile
@@ -45,7 +43,6 @@ class Session(hub.Connection):
     version = None             # that of its last frame, V1 or V2
     idle = None                # seconds for which it may be silent, None for ever
     frame_since = None         # since when it has begun a frame that is not complete
-    _whole_frame = False       # one may have come that is not taken yet
 
     def __init__(self, admission, sock, address, frames, tls=None):
         self.admission = admission
@@ -58,23 +55,11 @@ class Session(hub.Connection):
         self.limits = wire.only(self.admission.limits, frames)
 
     def received(self):
-        self._whole_frame = True                         # there may be one, unless none is seen below
-        for _ in range(FRAMES_A_TURN):
-            if not self.open or self.outbox:
-                break
-            if not (frame := wire.next_frame(self.inbox, self.limits)):
-                self._whole_frame = False
-                break
+        while self.open and not self.outbox and (frame := wire.next_frame(self.inbox, self.limits)):
             self.frame_since = None
             self.version = frame.version
             self.role.handle(frame.opcode, frame.payload)
-        if self.open:
-            if self._whole_frame:
-                self.hub.again.add(self)
-            self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
-
-    def full(self):
-        return self._whole_frame
+        self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def reply(self, opcode, *fields):
         self.send(wire.frame(opcode, *fields, version=self.version))
@@ -199,12 +184,10 @@ class Admission:
             self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def let_in_version_1(self, session):
-        missing = ("an island" if not self.coordinator.island.takes_version_1 else
-                   "noise on activations (PERTURB)" if self.cfg.PERTURB == "activations" else "")
-        if missing:
-            raise Refused(f"{missing} needs workers of protocol 2: protocol 1 has no snapshots")
-        if self.access.secret or self.access.tls:
-            raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
+        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "activations" or self.access.secret
+                or self.access.tls):
+            raise Refused("protocol 1 has no secret, TLS, islands and noise on activations: a worker of protocol 2 is "
+                          "needed")
         self._enter(session, V1)
         self.coordinator.worker_joined(session, Author("a version 1 peer", session.title), auth.UNKNOWN)
 
@@ -234,8 +217,9 @@ class Admission:
     def _check_worker(self, card):
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
-        if differ := other_constants(self.cfg.agreed(), card.config):
-            raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
+        if differ := history.difference(self.cfg.agreed(), card.config, ("at the coordinator", "at the worker")):
+            raise Refused(f"another configuration: {differ}: give both the same --preset, -D and --objective",
+                          OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:
@@ -248,21 +232,6 @@ class Admission:
                               "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
                               OTHER_DATA)
             self.validation = card.validation
-
-
-def other_constants(ours, theirs):
-    """How the constants of a worker differ from those of the coordinator (see Config.agreed), in words; "" if they do
-    not. A forgotten preset, or another objective, is named instead of its many constants."""
-    objectives = [constants.get("OBJECTIVE", "") for constants in (ours, theirs)]
-    if objectives[0] != objectives[1]:
-        return ("the coordinator has another file of --objective: give both the same one" if all(objectives)
-                else "the coordinator has an objective: give the worker --objective FILE too" if objectives[0]
-                else "the coordinator has no objective: leave --objective out, or give it to the coordinator too")
-    many = len(history.differing(ours, theirs)) > history.NAMED
-    for constants, side, other in (ours, "coordinator", "worker"), (theirs, "worker", "coordinator"):
-        if many and (preset := egg_config.preset_of(constants)):
-            return f"the {side}'s constants are those of --preset {preset}: give it to the {other} too"
-    return history.difference(ours, theirs, ("at the coordinator", "at the worker"))
 
 
 class Arrival(Role):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -14,15 +13,13 @@ import egg_config
 COLOURS = {"green": "32", "blue": "34"}
 # a run stops by these as by Ctrl-C: a terminal that is closed, a job system that gives notice
 STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
 HARDLY_ANY = 0.05          # prompts after which rewards differ
 LONGEST_NAME, LONGEST_LINES = 80, 4000         # characters of what a worker states about rewards
-OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
 class Printer:
     """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR. Every
-    text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
+    text passes `clean` here, whoever wrote it: no escape sequence but those of `colour` reaches a terminal."""
 
     PROGRESS_EVERY = 0.1       # seconds
     _shown = _text = ""        # progress line: all, its last part
@@ -34,10 +31,9 @@ class Printer:
         self.steered = self.terminal and os.environ.get("TERM") != "dumb"
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
-    def line(self, text):
-        # the parts at odd places are escape codes of this program
-        text = "".join(part if k % 2 and self.coloured else clean(part)
-                       for k, part in enumerate(OWN_CODES.split(text)))
+    def line(self, *parts):
+        """Prints a line; parts: texts, or (text, colour)."""
+        text = "".join(clean(part) if type(part) is str else self.colour(clean(part[0]), part[1]) for part in parts)
         self._write(self._erased() + text + "\n")
         self._text, self._next = "", 0.0
         self.progress()
@@ -58,18 +54,10 @@ class Printer:
         self._write(self._erased())
 
     def write(self, text, name=None):
-        text = clean(text)
-        self._write(self.colour(text, name) if name and text else text)
-
-    def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a sample."""
-        if not (parts := sample_parts(text)):
-            return text
-        head, _, prompt, continuation = parts
-        return head + self.colour(prompt, "blue") + ARROW + self.colour(continuation, "green")
+        self._write(self.colour(clean(text), name))
 
     def colour(self, text, name):
-        return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
+        return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if text and name and self.coloured else text
 
     def _parts(self):
         """[text]: what stands in the progress line before its text; see `fit`."""
@@ -130,8 +118,8 @@ class Console(Printer):
             case "step":
                 self.line(self._step_line(event))
             case "sample" if line:
-                before, newline, text = line.rpartition("\n")        # a sample is one line
-                self.line(before + newline + self.sample(text))
+                prompt, text = (event[name].replace("\n", "\u23ce") for name in ("prompt", "text"))     # it is one line
+                self.line(line, (prompt, "blue"), " >>> ", (text, "green"))
             case _ if line:
                 self.line(line)
 
@@ -148,12 +136,10 @@ class Console(Printer):
         return [clock(elapsed) + minutes, f"step {self._step['step']}{steps}", *self._figures()]
 
     def _figures(self):
-        step, loss = self._step, f"loss {self._step['loss']:.2f}"
+        step = self._step
         val = "val {value:.2f} {unit}".format(**self._validation) if self._validation else ""
-        same = val and self._validation["unit"] == step["unit"]          # then it is said once
-        losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
-        speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
+        return [f"loss {step['loss']:.2f} {step['unit']}", val, f"{step['tokens_per_second'] / 1e3:,.0f} k/s",
+                f"{count_text(step['tokens'])} tokens"]
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
@@ -197,27 +183,14 @@ def let_go(stream):
 
 
 def fit(*parts):
-    """The parts that fit a line of the terminal, as one text. A part may be a tuple, of which the first that fits."""
+    """The parts that fit a line of the terminal, as one text."""
     width, text = shutil.get_terminal_size().columns - 1, ""
     for part in filter(None, parts):
-        for one in [part] if type(part) is str else part:
-            if not text or len(text) + 2 + len(one) <= width:
-                text = text + "  " + one if text else one[:width]
-                break
+        if not text:
+            text = part[:width]
+        elif len(text) + 2 + len(part) <= width:
+            text += "  " + part
     return text
-
-
-def sample_parts(text):
-    """(beginning, step, prompt, continuation) of an egg_net.sample; step: None where it has none. None for other text.
-    Without regular expressions: they take quadratic time for some texts, and this one may be a peer's."""
-    head, colon, rest = text.partition(": ")
-    blanks, title, step = head.partition(SAMPLE)
-    prompt, arrow, continuation = rest.partition(ARROW)
-    if arrow and title and not blanks.strip(" ") and step.isdecimal() and len(step) <= 18:
-        return head + colon, int(step), prompt, continuation
-    head, arrow, continuation = text.partition(ARROW)
-    prompt = head.lstrip(" ")
-    return (head[:len(head) - len(prompt)], None, prompt, continuation) if arrow else None
 
 
 def clean(text):

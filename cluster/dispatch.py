@@ -7,7 +7,7 @@ from array import array
 
 from cluster.hub import Newest
 from cluster.step import Step
-from model import ternary
+from model import steps
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
@@ -30,6 +30,7 @@ class Dispatcher:
 
     work = usual = None
     changed = several = alone = False
+    _spare = False             # whether there were more workers than chunks
     known = 0                  # workers that have asked for work
     probation = PROBATION
 
@@ -117,24 +118,19 @@ class Dispatcher:
             self.give_back(worker, [chunk])
             return None
         if self.cfg.PERTURB == "activations":
-            self._shares.append(share := ternary.nonzero_share(result.packed))
+            self._shares.append(share := steps.nonzero_share(result.packed))
             if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
                 self.work.audit(chunk)
         erred = self.work.result(worker, chunk, result.packed, result.sum_loss)
         if worker.waiting or chunk not in self.work.done:
             self.changed = True
-        if dispute := self.work.dispute(chunk):
-            self._report(chunk, *dispute)
+        if authors := self.work.dispute(chunk):
+            names = " and ".join(author.name for author in authors)
+            hint = "; is reward() a function of its input alone? look for sets, clocks and random"
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}: another worker decides, or "
+                             "they evaluate it again; if each repeats its result, start another worker"
+                             f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
         return erred
-
-    def _report(self, chunk, authors, stuck):
-        """A line about results that differ."""
-        names = " and ".join(author.name for author in authors)
-        mend = ("each repeats its result: start another worker, which decides" if stuck else
-                "they evaluate it again" if self.authors <= set(authors) else "another worker decides")
-        hint = "; is reward() a function of its input alone? look for sets, clocks and random"
-        self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}: {mend}"
-                         f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
 
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
@@ -185,6 +181,11 @@ class Dispatcher:
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
         self.known += 1
+        chunks, size = self.cfg.N_CHUNKS, self.cfg.CHUNK_SIZE
+        if self.known == chunks + 1 and not self._spare:
+            self._spare = True
+            self.events.warn(f"{self.known} workers, but a step has {chunks} of the chunks that they share: some wait; "
+                             f"a new run with -D POPULATION_SIZE={self.known * size} has one for each", peer=True)
         if not self.several:
             self._count_authors(time.monotonic())
 

@@ -8,10 +8,10 @@ import functools
 import importlib
 import json
 import os
+import re
 import stat
 import time
 
-from cluster.console import sample_parts
 from cluster.history import EVENTS, WRITABLE
 from cluster.hub import Budget
 from egg_config import EggError, explained
@@ -22,6 +22,7 @@ LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1,
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
 FLUSH_EVERY = 5.0          # seconds between two flushes of TensorBoard's file
+SAMPLE = re.compile(r"( *sample at step (\d{1,18}): )(.*?) >>> (.*)", re.DOTALL)      # a message of a worker
 
 
 class WatchError(EggError):
@@ -48,9 +49,11 @@ class Events(contextlib.AbstractContextManager):
             if log_json is not None:
                 self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
             if tensorboard is not None:
-                self.files.append(TensorBoard(tensorboard, warn))
+                self.files.append(Library(f"--tensorboard {tensorboard}", "watch",
+                                          functools.partial(begin_tensorboard, tensorboard), warn))
             if log_to is not None:
-                self.files.append(Tracker(log_to, cfg.constants(), warn))
+                self.files.append(Library(f"--log-to {log_to}", "track",
+                                          functools.partial(begin_tracker, log_to, cfg.constants()), warn))
         except WatchError:
             self.close()
             raise
@@ -80,16 +83,16 @@ class Events(contextlib.AbstractContextManager):
         if not peer or self.allows():
             self.emit("warning", line, text=line)
 
-    def message(self, worker, text, line):
+    def message(self, worker, text, title=""):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event, once where
-        several workers have the chunk that brings it."""
-        _, step, *texts = sample_parts(text) or (text, None)
-        if step is None:
-            self.emit("message", line, worker=worker, text=text)
-        elif (step, texts) != self._sampled:
+        several workers have the chunk that brings it. title: what stands before it on the console."""
+        if not (sample := SAMPLE.fullmatch(text)):
+            return self.emit("message", title + text, worker=worker, text=text)
+        head, step, *texts = sample.groups()
+        if (step, texts) != self._sampled:
             self._sampled = step, texts
-            prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
-            self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
+            prompt, continuation = (x.replace("\u23ce", "\n") for x in texts)
+            self.emit("sample", title + head, worker=worker, step=int(step), prompt=prompt, text=continuation)
 
     def close(self):
         for file in self.files:
@@ -106,10 +109,10 @@ def is_nearly_full(disk):
     return disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20)
 
 
-class Lines:
-    """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
-    RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
-    opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
+class JsonLog:
+    """A file to which every event is appended as a line of JSON. `warn` takes one line when the disk is full, or leaves
+    less than RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file
+    cannot be opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
     warned = False
 
@@ -133,11 +136,11 @@ class Lines:
                 file.seek(-1, os.SEEK_END)
                 self.torn = file.read(1) != b"\n"
 
-    def add(self, text):
+    def emit(self, event, _):
         try:
             if self.regular:
                 self._make_room()
-            data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
+            data = ("\n" * self.torn + json.dumps(event) + "\n").encode()
             while data:
                 done = os.write(self.handle, data)
                 self.size = self.size + done
@@ -165,11 +168,6 @@ class Lines:
             self.handle = None
 
 
-class JsonLog(Lines):
-    def emit(self, event, _):
-        self.add(json.dumps(event))
-
-
 def figures(event):
     """{name: number}: what an event has to be drawn."""
     kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
@@ -182,82 +180,83 @@ def figures(event):
     return values
 
 
-class Tracker:
-    """Figures and constants for the library wandb or mlflow, on whose answers nothing waits. Where they go is said by
-    its own variables (WANDB_MODE, MLFLOW_TRACKING_URI)."""
+class Library:
+    """Gives events to a library, on whose answers nothing waits. option: what names it; begin(): returns log(event) and
+    end(); requirements: the file that installs it."""
 
-    def __init__(self, name, constants, warn):
-        self.name = name
+    def __init__(self, option, requirements, begin, warn):
+        self.option = option
         self.warn = warn
         try:
-            library = importlib.import_module(name)
-            if name == "wandb":
-                run = library.init(config=constants, settings={"console": "off"})
-                run.define_metric("*", step_metric="step")           # else what comes late would be dropped
-                self._log, self._end = lambda values, step: run.log({**values, "step": step}), run.finish
-            else:
-                library.start_run()
-                library.log_params(constants)
-                self._log, self._end = functools.partial(library.log_metrics, synchronous=False), library.end_run
-        except ModuleNotFoundError:
-            raise WatchError(f"--log-to needs {name}: pip install -r requirements/track.txt") from None
-        except Exception as error:                   # the library has many
-            raise WatchError(f"--log-to {name}: {error}") from None
+            self._log, self._end = begin()
+        except WatchError:
+            raise
+        except ModuleNotFoundError as missing:
+            raise WatchError(f"{option.split()[0]} needs {missing.name}: pip install -r requirements/"
+                             f"{requirements}.txt") from None
+        except Exception as error:                   # the libraries have many
+            raise WatchError(f"{option}: {error}") from None
 
     def emit(self, event, _):
-        values = figures(event)
-        if not values or not self._log:
-            return
         try:
-            self._log(values, step=event["step"])
+            if self._log:
+                self._log(event)
         except Exception as error:
             self._log = None
-            self.warn(f"--log-to {self.name}: {error}: nothing more is written there")
+            self.warn(f"{self.option}: {error}: nothing more is written there")
 
     def close(self):
         with contextlib.suppress(Exception):
             self._end()
 
 
-class TensorBoard:
-    """Scalars and samples for TensorBoard, by the SummaryWriter of tensorboardX, on whose queue nothing waits: it has
-    no limit, and a full disk, which would end the thread that empties it, gets nothing more."""
+def begin_tracker(name, constants):
+    """Figures and constants for wandb or mlflow (see Library). Where they go is said by its own variables (WANDB_MODE,
+    MLFLOW_TRACKING_URI)."""
+    library = importlib.import_module(name)
+    if name == "wandb":
+        run = library.init(config=constants, settings={"console": "off"})
+        run.define_metric("*", step_metric="step")               # else what comes late would be dropped
+        write, end = lambda values, step: run.log({**values, "step": step}), run.finish
+    else:
+        library.start_run()
+        library.log_params(constants)
+        write, end = functools.partial(library.log_metrics, synchronous=False), library.end_run
 
-    def __init__(self, directory, warn):
-        self.directory = directory
-        self.warn = warn
-        self._resumes = os.path.isdir(directory) and bool(os.listdir(directory))
-        self._known = None               # the step with which a run goes on: its validation is there already
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise WatchError("--tensorboard needs tensorboardX: pip install -r requirements/watch.txt") from None
-        with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
-            self._writer = SummaryWriter(str(directory), max_queue=0, flush_secs=FLUSH_EVERY)
+    def log(event):
+        if values := figures(event):
+            write(values, step=event["step"])
 
-    def emit(self, event, _):
-        if self._writer is None:
+    return log, end
+
+
+def begin_tensorboard(directory):
+    """Scalars and samples by the SummaryWriter of tensorboardX (see Library). Its queue has no limit, and a full disk
+    would end the thread that empties it."""
+    from tensorboardX import SummaryWriter
+    goes_on = os.path.isdir(directory) and os.listdir(directory)
+    known = None                                     # the step with which a run goes on: its validation is there
+    with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
+        writer = SummaryWriter(str(directory), max_queue=0, flush_secs=FLUSH_EVERY)
+
+    def log(event):
+        nonlocal known
+        kind = event["event"]
+        if kind == "start" and goes_on:
+            known = event["step"]
+        elif kind in ("validation", "reward") and event["step"] == known:
             return
-        values = figures(event)
-        match event["event"]:
-            case "start" if self._resumes:
-                self._known = event["step"] or None
-            case "validation" | "reward" if event["step"] == self._known:
-                values = {}
-            case "sample":
-                # indented: TensorBoard renders it as a code block of Markdown
-                text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
-                self._writer.add_text("sample", text, event["step"], event["time"])
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, event["step"], event["time"])
-        if values and is_nearly_full(os.statvfs(self.directory)):
-            self.close()
-            self.warn(f"--tensorboard {self.directory}: the disk is nearly full: nothing more is written there")
+        if kind == "sample":                         # indented: TensorBoard renders it as a code block of Markdown
+            text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
+            writer.add_text("sample", text, event["step"], event["time"])
+        for name, value in figures(event).items():
+            writer.add_scalar(name, value, event["step"], event["time"])
+        if is_nearly_full(os.statvfs(directory)):
+            raise WatchError("the disk is nearly full")
 
-    def close(self):
-        writer, self._writer = self._writer, None
-        if writer:
-            # a disk that fails has ended the thread that empties the queue: at its exit Python would wait for that
-            writer.file_writer.event_writer._event_queue.cancel_join_thread()
-            with contextlib.suppress(OSError):
-                writer.close()
+    def end():
+        # a disk that fails has ended the thread that empties the queue: at its exit Python would wait for that
+        writer.file_writer.event_writer._event_queue.cancel_join_thread()
+        writer.close()
+
+    return log, end

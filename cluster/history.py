@@ -9,6 +9,7 @@ disk: `replacing`, `link_file` and `sync_directory` end with that."""
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from collections import namedtuple
 import egg_config
 from cluster.console import one_line
 from egg_config import EggError, explained
-from model import seeds, ternary
+from model import steps
 
 FILE = "history.egg"
 OLD = "history-{:03d}.egg"
@@ -45,7 +46,7 @@ LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs wi
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
+PIECE = 1 << 25                          # bytes of FILE that are copied at a time
 WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
 
@@ -65,9 +66,7 @@ def open_file(path, mode="rb"):
     append (mode "ab"), the file need not be there."""
     if os.path.lexists(path) and not _is_plain(path):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    # the flags are for one that takes the place of a file just now
-    return open(path, mode, buffering=0,
-                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
+    return open(path, mode, buffering=0)
 
 
 def _is_plain(path):
@@ -160,13 +159,17 @@ def snapshot_name(step, figure=None, reward=False):
     return f"snapshot-{step:08d}{figure}.egg"
 
 
+def crc(data):
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
 def with_crc(data):
-    return data + zlib.crc32(data).to_bytes(4, "little")
+    return data + crc(data)
 
 
 def is_intact(data, size):
     """Whether these are `size` bytes that end with the CRC-32 of those before."""
-    return len(data) == size and zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]
+    return len(data) == size and crc(data[:-4]) == data[-4:]
 
 
 def sizes(cfg):
@@ -198,6 +201,7 @@ class Run:
 
     beside = ""
     data = bytes(32)
+    _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -218,14 +222,16 @@ class Run:
         if step == self.start.step - 1:
             return b""
         try:
-            packed = unzip(self.body(step), ternary.packed_size(self.cfg.STEP_DIGITS))
-            ternary.check(packed, self.cfg.STEP_DIGITS)
+            packed = unzip(self.body(step), steps.packed_size(self.cfg.STEP_DIGITS))
+            steps.check_digits(packed, self.cfg.STEP_DIGITS)
             return packed
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
+        if step == self._newest[0]:
+            return self._newest[1]
         k = step - self.start.step
         at, end = self._offsets[k:k + 2]
         with explained(HistoryError, self._name, TO_RETRY):
@@ -244,7 +250,8 @@ class Run:
         import pyzstd                                # here, so that a coordinator starts without it
         # a digit for every weight compresses by 2 % only, and that takes six times as long
         body = pyzstd.compress(packed, 1 if self.cfg.PERTURB == "weights" else -1)
-        data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
+        head = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed))
+        data = b"".join((head, body, crc(body)))             # one copy: workers wait
         handle = self._file.fileno()
         end = self._offsets[-1]
         done = 0
@@ -255,6 +262,7 @@ class Run:
             except OSError:
                 os.ftruncate(handle, end)
                 raise
+        self._newest = self.step, body
         self._advance(len(data))
 
     def copy(self, directory):
@@ -285,7 +293,7 @@ class Run:
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
         with noise on activations a step is a digit a weight. state: SHA-256 of that state; digest: its
-        model.state_digest, or None. Raises OSError; then nothing has changed."""
+        model.parameters.Digest, or None. Raises OSError; then nothing has changed."""
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
@@ -304,28 +312,24 @@ class Run:
 
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
-        The run goes on meanwhile; the last PIECE, with the steps that have come, is copied in the loop."""
+        The run goes on meanwhile; the steps that have come are copied in the loop."""
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
         with replacing(self.directory, FILE) as file:
             file.write(header)
 
-            def left():
-                return offsets[-1] - shift - file.tell()
-
-            def copy():
-                piece = os.pread(old.fileno(), min(left(), PIECE), file.tell() + shift)
-                if not piece:
-                    raise OSError(errno.EIO, "it has become shorter", self._name)
-                file.write(piece)
+            def copy(end):
+                while (at := file.tell() + shift) < end:
+                    if not (piece := os.pread(old.fileno(), min(end - at, PIECE), at)):
+                        raise OSError(errno.EIO, "it has become shorter", self._name)
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
 
-            while left() > PIECE:
-                yield copy
-            while left():                    # a read may return less
-                copy()
+            for _ in range(2):               # at the second time what has come during the first
+                yield functools.partial(copy, offsets[-1])
+            copy(offsets[-1])
             new = open_file(file.name, "r+b")
         self._file = new
         self._offsets = [at - shift for at in offsets[first:]]
@@ -334,7 +338,7 @@ class Run:
 
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
-        self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _pread(self, size, at):
@@ -352,7 +356,7 @@ class Run:
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets = [size]
-        self.start = start or Start(0, seeds.first_seed(self.cfg))
+        self.start = start or Start(0, steps.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
         most = most_body(self.cfg)
         while head := self._pread(HEAD, self._offsets[-1]):
@@ -502,8 +506,8 @@ def _is_ours(directory):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
-        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
-                           "saved run")
+        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin: give the directory "
+                           "of a saved run")
     return ours
 
 
@@ -544,14 +548,14 @@ def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
     run = _temporary_run(cfg)
     names = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
-    size = ternary.packed_size(cfg.STEP_DIGITS)
+    size = steps.packed_size(cfg.STEP_DIGITS)
     for step in range(1, len(names) + 1):
         path = os.path.join(directory, names.get(step, f"checkpoint_{step:08d}.bin"))
         with explained(HistoryError, path, "without it the model cannot be rebuilt"), open_file(path) as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         packed = data[CPP_CHECKPOINT.size:]
         try:
-            ternary.check(packed, cfg.STEP_DIGITS)
+            steps.check_digits(packed, cfg.STEP_DIGITS)
             run.append(packed, 0, 0)
             if not data.startswith(CPP_CHECKPOINT.pack(CPP_MAGIC, 1, step, run.seed, size)):
                 raise ValueError(f"it is not the checkpoint of step {step} of such a run")
@@ -623,7 +627,7 @@ def _copy_rest(source, target):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = ternary.packed_size(cfg.STEP_DIGITS)
+    size = steps.packed_size(cfg.STEP_DIGITS)
     return size + (size >> 8) + max(131072 - size >> 11, 0)
 
 
@@ -658,19 +662,17 @@ def non_default(cfg):
     return {name: value for name, value in saved.items() if value != default[name]}
 
 
-def differing(there, here):
-    """{name: (value there, value here)} of the constants in which two configurations (see Config.saved) differ, in the
-    order of egg_config.py, where what matters most comes first."""
+def difference(there, here, where=("there", "here")):
+    """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
+    where what matters most comes first, as one text, with the number of the others; "" where they agree."""
     there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
     foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
-    pairs = {name: (there.get(name, "unknown"), here.get(name, "unknown"))
-             for name in (*egg_config.CONSTANTS, *sorted(foreign))}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def difference(there, here, where=("there", "here")):
-    """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
+    texts = []
+    for name in (*egg_config.CONSTANTS, *sorted(foreign)):
+        values = [constants.get(name, "unknown") for constants in (there, here)]
+        if values[0] != values[1]:
+            texts.append(one_line(f"{name} = " + ", ".join(
+                f"{'unset' if value == '' else value} {place}" for value, place in zip(values, where))))
     others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
     return "; ".join(texts[:NAMED] + others)
 

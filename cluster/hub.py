@@ -150,8 +150,7 @@ class Listener:
     open = True
     broken = nothing
 
-    def __init__(self, hub, sock, accept):
-        self.hub = hub
+    def __init__(self, sock, accept):
         self.sock = sock
         self._accept = accept
 
@@ -171,26 +170,21 @@ class Hub:
         self.selector = selectors.DefaultSelector()
         self.connections = set()
         self._listeners = []
-        self.again = set()                           # those with input that is not handled yet: served in the next turn
 
     def listen(self, host, port, accept, backlog):
         """Listens, see Listener. Returns the (host, port) that is listened on. Raises OSError."""
         family, *_, address = resolve(host, port, socket.AI_PASSIVE)[0]
         sock = socket.create_server(address, family=family, backlog=backlog)
         sock.setblocking(False)
-        listener = Listener(self, sock, accept)
+        listener = Listener(sock, accept)
         self._listeners.append(listener)
         self.selector.register(sock, READ, listener)
         return sock.getsockname()[:2]
 
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
-        events = dict.fromkeys(self.again, 0)
-        self.again.clear()
-        for key, mask in self.selector.select(0 if events else timeout):
-            events[key.data] = mask
-        for one, mask in events.items():
-            self.guard(one, one.turn, mask)
+        for key, mask in self.selector.select(timeout):
+            self.guard(key.data, key.data.turn, mask)
 
     def guard(self, connection, call, *arguments):
         """Calls something on behalf of a peer. Any error but an EggError ends only this connection."""
@@ -216,12 +210,12 @@ class Hub:
 
 class Connection:
     """The bytes of one accepted peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent.
-    Nothing is read while something waits to be sent, so that answers cannot pile up, or while `full()` says that enough
-    waits to be used. sock: non-blocking; tls: an ssl.SSLContext or None. Raises OSError. A subclass overrides what
-    happens: `received`, when bytes have come or all are sent; `check`, several times a second; `failed`, when TLS
-    cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
+    Nothing is read while something waits to be sent, so that answers cannot pile up. sock: non-blocking; tls: an
+    ssl.SSLContext or None. Raises OSError. A subclass overrides what happens: `received`, when bytes have come or all
+    are sent; `check`, several times a second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an
+    error; `closed`, once."""
 
-    PIECE = 1 << 16            # bytes that are read at a time
+    PIECE = 1 << 18            # bytes that are read at a time
     open = True
     _event = 0                 # that the selector waits for
 
@@ -237,7 +231,7 @@ class Connection:
         self._tls = tls
         if tls:
             self.sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        # what the event of the selector is for; it takes the event, 0 from Hub.again
+        # what the event of the selector is for; it takes the event
         self.turn = self._handshake if tls else self._transfer
         self._wait_for(READ)
         hub.connections.add(self)
@@ -257,7 +251,7 @@ class Connection:
             self.sock.close()
             self.closed()
 
-    received = check = closed = full = nothing
+    received = check = closed = nothing
 
     def failed(self, why):
         self.close()
@@ -282,7 +276,7 @@ class Connection:
         if mask & WRITE:
             self._flush()
         if not self.outbox:
-            if mask & READ and not self.full():
+            if mask & READ:
                 self._read()
             else:
                 self.received()

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import struct
-import time
 from collections import namedtuple
 
 from cluster import history, hub
@@ -19,7 +18,6 @@ MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
-OPEN_SECONDS = 60.0        # that a file stays open for others without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 OTHER_HASH = "damaged: its SHA-256 is another"
 PIECE = 1 << 20            # bytes that are decompressed at a time
@@ -33,7 +31,7 @@ Head = namedtuple("Head", "step seed sha256 config before size")
 
 
 def state_hash(state):
-    """bytes [32]: SHA-256 of the same bytes as model.state_digest (without the zeros at its end)."""
+    """bytes [32]: SHA-256 of the same bytes as model.parameters.Digest (without the zeros at its end)."""
     digest = _begin(state.step, state.seed)
     for part in _parts(state):
         digest.update(part)
@@ -195,8 +193,8 @@ class Upload:
 
     def check(self):
         """Compares the state with the digest, in pieces, perhaps in a thread beside the loop."""
-        from model import state_digest
-        digests = state_digest.Digest(self.step, self.seed), _begin(self.step, self.seed)
+        from model import parameters
+        digests = parameters.Digest(self.step, self.seed), _begin(self.step, self.seed)
         left = sum(sizes(self._cfg))
         self._file.seek(HEAD_SIZE)
         for raw in _unpacked(self._file, left):
@@ -218,8 +216,7 @@ class Upload:
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
     old ones are removed. damaged: lines about files that cannot be used; doubtful: steps of those that `check` has not
-    come to yet, which are not offered. Files that others read piece by piece stay open meanwhile. stopped: no more
-    snapshots, they cannot be written."""
+    come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
 
     stopped = False
 
@@ -231,7 +228,6 @@ class Shelf:
         self.digests = {}                # step -> digest, of those that were uploaded, also before they are in `files`
         self.figures = {}                # step -> figure, see `ranked`
         self.sha256 = {}                 # step -> SHA-256 of the state
-        self._open = {}                  # (epoch, step) -> (file, time of the last request)
         self.damaged = []
         self.doubtful = set()
         for match in self._matches():
@@ -394,21 +390,12 @@ class Shelf:
 
     def block(self, step, offset, size):
         """(bytes of the file of a snapshot, up to `size` of them from `offset`), (0, b"") where there is none."""
-        key = self.run.start.epoch, step
         with contextlib.suppress(OSError):
-            if key in self._open or step in self.files:
-                file, _ = self._open.get(key) or (open_file(self.path(step)), 0)
-                self._open[key] = file, time.monotonic()
-                total = os.fstat(file.fileno()).st_size
-                return total, os.pread(file.fileno(), size, min(offset, total))
+            if step in self.files:
+                with open_file(self.path(step)) as file:
+                    total = os.fstat(file.fileno()).st_size
+                    return total, os.pread(file.fileno(), size, min(offset, total))
         return 0, b""
-
-    def close_unread(self, now=math.inf):
-        """Closes the files that nobody has read for a while."""
-        for key, (file, asked) in list(self._open.items()):
-            if now - asked > OPEN_SECONDS:
-                del self._open[key]
-                file.close()
 
 
 class Collector:
@@ -534,9 +521,8 @@ class Collector:
             self.worker = self.upload = None
             self.dispatcher.changed = True           # the next upload may begin
 
-    def check(self, now):
+    def check(self):
         """Gives up an upload that does not come."""
-        self.shelf.close_unread(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             self._refuse("it did not come")
 

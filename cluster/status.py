@@ -104,7 +104,7 @@ class Progress:
             if self.target and figure <= self.target:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
-                self.enough = f", as {self._worse} validations were no better than that of step {at}"
+                self.enough = f", by --patience {self._worse}: no validation was better than that of step {at}"
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")

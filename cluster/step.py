@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque, namedtuple
 from itertools import islice
 
 from cluster.hub import Newest
-from model import ternary
+from model import steps
 
 LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one that the worker knows
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
@@ -42,7 +42,7 @@ class Step:
         self.done = {}
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
-        self._reported = set()                       # (chunk, stuck) of `dispute`
+        self._reported = set()                       # chunks of `dispute`
 
     @property
     def disputed(self):
@@ -55,7 +55,7 @@ class Step:
 
     def fitness(self):
         """bytes: the packed digits of all chunks, once the step is complete."""
-        return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
+        return steps.join_digits([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
 
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
@@ -140,15 +140,10 @@ class Step:
                 self._wanted(chunk)
 
     def dispute(self, chunk):
-        """Whether the results of a chunk differ and are not decided: None, or (its authors, whether all have repeated
-        their results, so that only another one can decide); each once."""
-        if not self._differ(chunk):
-            return None
-        stuck = self._repeated[chunk] >= self.results[chunk].keys()
-        if (chunk, stuck) in self._reported:
-            return None
-        self._reported.add((chunk, stuck))
-        return sorted(self.results[chunk]), stuck
+        """[Author]: those whose results of a chunk differ and are not decided, once; else None."""
+        if self._differ(chunk) and chunk not in self._reported:
+            self._reported.add(chunk)
+            return sorted(self.results[chunk])
 
     def _differ(self, chunk):
         return chunk not in self.done and len(set(self.results.get(chunk, {}).values())) > 1

@@ -8,13 +8,13 @@ import struct
 from collections import namedtuple
 
 from cluster import history
-from model import ternary
+from model import steps
 
 MAGIC = b"JOBS"
 V1 = 1
 V2 = 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
-DIGEST = 16                              # bytes of a state's digest (model.state_digest)
+DIGEST = 16                              # bytes of a state's digest (model.parameters.Digest)
 
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
@@ -56,9 +56,9 @@ class Frame(int):
 JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
 # updates: weights changed by the worker's last update, 0 where it has reported them; packed: ternary fitness (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
-               lambda cfg: ternary.packed_size(cfg.CHUNK_DIGITS))
+               lambda cfg: steps.packed_size(cfg.CHUNK_DIGITS))
 # first: a member; packed: the digits of all chunks, compressed by zstd in version 2
-JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: ternary.packed_size(cfg.STEP_DIGITS))
+JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: steps.packed_size(cfg.STEP_DIGITS))
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
@@ -197,7 +197,7 @@ def read_result(cfg, n_weights, payload):
         raise FrameError(f"wrong chunk: RESULT for member {result.first}, chunks begin at multiples of "
                          f"{cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
     try:
-        ternary.check(result.packed, cfg.CHUNK_DIGITS)
+        steps.check_digits(result.packed, cfg.CHUNK_DIGITS)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units

@@ -4,6 +4,7 @@ A trial is a run of `egg.py train` in its own directory. ASHA ends bad trials ea
 interrupted sweep: finished trials stay as they are, the others continue from their directories.
 """
 
+import inspect
 import os
 import tomllib
 import zlib
@@ -93,8 +94,10 @@ def sweep(path, preset, defines, directory, address):
         with open(path, "rb") as file:
             table = tomllib.load(file)
         name = str(zlib.crc32(repr((table, preset, defines)).encode()))      # with other settings: another sweep
-        for key in table.get("constants", {}).keys() - egg_config.CONSTANTS.keys():
-            raise ValueError(f"{egg_config.line_of(path, key)}{key}: no such constant in egg_config.py")
+        for keys, known, place in ((table, inspect.signature(tuner).parameters, "the table of docs/CLUSTERS.md"),
+                                   (table.get("constants", {}), egg_config.CONSTANTS, "egg_config.py")):
+            for key in set(keys).difference(known):
+                raise UsageError(f"{egg_config.line_of(path, key)}{key}: {place} has no such name")
         planned = tuner(os.path.join(directory, name), preset, defines, **table)
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"{path}: {error}: docs/CLUSTERS.md has a table") from None
@@ -111,5 +114,5 @@ def rank(results, directory):
     ranked.columns = ranked.columns.str.removeprefix("config/")
     ranked.to_csv(os.path.join(directory, "ranking.csv"), index=False)
     print(ranked.to_string(index=False))
-    print("the same command continues the trials that have not ended")
+    print(f"kept in {directory}/ranking.csv; the same command continues trials that were interrupted")
     return [os.path.join(results.experiment_path, name) for name in ranked["trial"]]

@@ -8,28 +8,20 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import signal
 import time
 
 from llvmlite import binding
 import numpy as np
 
 import egg_config
-from model import fitness_digits, optimizers, parameters, rewards, sampling, soft_targets, state_digest
-from model.seeds import next_seed
-from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
-from engine.cpu_activations import ActivationVotes
-from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants, tables
-from engine.cpu_update import BLOCK
+from model import activations, parameters, rules, soft_targets, steps
+from engine import cpu_gru, cpu_transformer, cpu_votes, hardware, kernel_cache, simd
+from engine.cpu_kernels import (NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants, no_record,
+                                tables)
 from engine.simd import PANEL, ROWS
 
 AT_ONCE = 8                  # tokens that `generate` writes before it yields them
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
-
-
-def uint32(number):
-    """The number modulo 2^32."""
-    return np.uint32(number & 0xFFFFFFFF)
 
 
 def cut(n, size):
@@ -86,8 +78,7 @@ class CpuEngine:
         self._begun = {}                                     # {(first, count): ParallelJob}: evaluations
         self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
-        self._activations = ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
-        self._nothing = self._activations and self._activations.nothing
+        self._activations = cpu_votes.ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
@@ -110,7 +101,8 @@ class CpuEngine:
             correction=np.zeros(corrections, np.int32), overlay=state.overlay.copy(), table=self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
-        self._pack()
+        for t in self._tensors:
+            self._pack(t, 0)                                 # in this thread, which may have to compile it: see warm_up
 
     def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
@@ -127,18 +119,14 @@ class CpuEngine:
         """How many of `count` sequences a thread takes at once, an even number: members of whole pairs."""
         return 2 * min(TOGETHER, -(-count // (2 * self.threads)))
 
-    def _pack(self, *tensors):
-        """Derives the panels and columns of the Model from these arrays, by default from all."""
-        c = self._model
-        for t in tensors or self._tensors:
-            row = self._table[t.param, t.layer]
-            if t.looked_up:
-                weights = c.weights[t.span].reshape(-1, t.cols, 4)
-                c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
-            if t.product:
-                # at first in this thread alone, which may have to compile it (see warm_up)
-                cost = t.size if tensors else 0
-                self._spread(-(-t.cols // PANEL), cost, kernels.pack, c.weights, c.packed, c.correction, row)
+    def _pack(self, t, cost):
+        """Derives the panels and columns of the Model from one array. cost: as `_spread` takes it."""
+        c, row = self._model, self._table[t.param, t.layer]
+        if t.looked_up:
+            weights = c.weights[t.span].reshape(-1, t.cols, 4)
+            c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
+        if t.product:
+            self._spread(-(-t.cols // PANEL), cost, cpu_votes.pack, c.weights, c.packed, c.correction, row)
 
     def state(self):
         """A copy of the State."""
@@ -146,11 +134,11 @@ class CpuEngine:
         return parameters.State(*(array.copy() for array in arrays), self.step, self.seed)
 
     def digest(self):
-        """bytes [16]: model.state_digest of the State."""
-        digest = state_digest.Digest(self.step, self.seed)
+        """bytes [16]: model.parameters.Digest of the State."""
+        digest = parameters.Digest(self.step, self.seed)
         for part in (self._model.weights, self._moments):
             words = part.ravel().view(np.uint64)
-            for sums in self._spread(words.size, words.size, kernels.word_sums, words, digest.number):
+            for sums in self._spread(words.size, words.size, cpu_votes.word_sums, words, digest.number):
                 digest.add(*map(int, sums))
             digest.number += words.size
         digest.update(self._model.overlay.data)
@@ -177,7 +165,7 @@ class CpuEngine:
                 return self._activations.read(c, windows, seed, number)
             losses = np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
             self._forward.run_windows(c, losses, NO_NATS, windows, cfg.STATE_TOKENS, cfg.SEQ_LEN,
-                                      uint32(seed + number), 1, None)
+                                      np.uint32(seed + number & 0xFFFFFFFF), 1, no_record(c))
             return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
         # windows for many pairs are cut in little more time than for a few
@@ -193,48 +181,39 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
         chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self.begin(first, count)
-        results = self._begun[first, count].finish()
-        del self._begun[first, count]
+        results = self._begun.pop((first, count)).finish()
         if self._activations:
-            return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
+            return self._activations.chunk(results, self.threads, self._job)
         return np.concatenate(results)
 
     def vote(self, first, windows, advantages, counted, temperature):
         """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
-        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
-        cfg = rewards.reading(self.cfg, counted.shape[1], temperature)
-        votes, c = ActivationVotes(cfg), self._model._replace(**constants(cfg))
+        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see activations.text_windows."""
+        cfg = activations.text_reading(self.cfg, counted.shape[1], temperature)
+        votes, c = cpu_votes.ActivationVotes(cfg), self._model._replace(**constants(cfg))
 
         def read(a, b):
             return votes.read(c, windows[a:b], self.seed, first + a, advantages[a:b], counted[a:b])
 
         results = self._job(cut(len(windows), votes.together), read).finish()
-        return votes.chunk(results, -(-len(results) // self.threads), self._job)[0]
+        return votes.chunk(results, self.threads, self._job)[0]
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
-        the step (bytes, model.ternary)."""
+        the step (bytes, model.steps)."""
         self._stop()
-        cfg, digits = self.cfg, fitness_digits.unpack_ternary(fitness, self.cfg.STEP_DIGITS)
+        cfg, digits = self.cfg, rules.unpacked_digits(fitness, self.cfg.STEP_DIGITS)
         if self._activations:
             sums = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-            return self._move(lambda t: parameters.from_canonical(sums[t.span], t.cols) if t.matrix
-                              else sums[t.span][None])
-        voting = np.flatnonzero(digits)
-        seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-        signs = digits[voting].astype(np.int32)
-        return self._move(lambda t: self._votes(t, seeds, signs))
-
-    def _move(self, votes_on):
-        """Moves all weights by votes_on(tensor), int32 [rows, cols] or more, and ends the step."""
-        vectors = [t for t in self._tensors if not t.matrix]
-        jobs = [vectors, *([t] for t in sorted(self._tensors, key=lambda t: -t.size) if t.matrix)]
-
-        def work(job):
-            return sum(self._update_tensor(t, votes_on(t)) for t in job)
-
-        changed = sum(self._job([(job,) for job in jobs], work).finish())
-        self.seed = next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+            votes = (parameters.from_canonical(sums[t.span], t.cols) if t.matrix else sums[t.span][None]
+                     for t in self._tensors)
+        else:
+            voting = np.flatnonzero(digits)
+            seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
+            signs = digits[voting].astype(np.int32)
+            votes = (self._votes(t, seeds, signs) for t in self._tensors)
+        changed = sum(map(self._update_tensor, self._tensors, votes))
+        self.seed = steps.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return changed
 
@@ -244,7 +223,7 @@ class CpuEngine:
         if t.matrix:
             return self._matrix_votes(t, row, seeds, signs)
         votes = np.empty((1, t.cols), np.int32)
-        self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, self._draws, row, seeds, signs, votes[0])
+        self._spread(t.cols, t.cols * seeds.size, cpu_votes.vector_votes, self._draws, row, seeds, signs, votes[0])
         return votes
 
     def _update_tensor(self, t, votes):
@@ -253,48 +232,46 @@ class CpuEngine:
         row = self._table[t.param, t.layer]
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
         group = 4 if t.matrix else 1
-        o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)
-        x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, self._model.weights, row, group,
-                                   votes, x, self._moments, changed_rows, changed_cols))
+        o = rules.update_constants(cfg, cfg.learning_rate(self.step), t)
+        x = self._muon_direction(o, t, row, votes) if o.rule == rules.MUON else np.empty((0, 0), np.float32)
+        changed = sum(self._spread(t.rows // group, 4 * t.size, cpu_votes.apply_votes, o, self._model.weights, row,
+                                   group, votes, x, self._moments, changed_rows, changed_cols))
         sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
         for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
             part = self._model.overlay[at:at + moved.size]
             by = np.where(moved, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC)
             part[:] = np.clip(part + by, -127, 127)
-        self._pack(t)
+        self._pack(t, t.size)
         return int(changed)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
         blocks of pairs."""
         votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
-        # one memory for all blocks: the system takes long to provide it
-        memory = np.empty(votes.shape[0] * min(BLOCK, -(-seeds.size // 4) * 4), np.uint8)
-        for first in range(0, seeds.size, BLOCK):
-            block = seeds[first:first + BLOCK]
-            x = memory[:votes.shape[0] * 4 * -(-block.size // 4)].reshape(votes.shape[0], -1)
-            self._spread(votes.shape[0], x.size, kernels.input_block, self._draws, row, block,
-                         signs[first:first + BLOCK], x)
+        for first in range(0, seeds.size, cpu_votes.BLOCK):
+            block = seeds[first:first + cpu_votes.BLOCK]
+            x = np.empty((votes.shape[0], 4 * -(-block.size // 4)), np.uint8)
+            self._spread(votes.shape[0], x.size, cpu_votes.input_block, self._draws, row, block,
+                         signs[first:first + cpu_votes.BLOCK], x)
             self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * block.size + votes.size * block.size // 64,
-                         kernels.panel_votes, self._draws, row, block, x, votes)
+                         cpu_votes.panel_votes, self._draws, row, block, x, votes)
         return votes
 
     def _muon_direction(self, o, t, row, votes):
         """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
-        model.optimizers)."""
+        model.rules)."""
         short, long = sorted((t.rows, t.cols))
         x = np.empty((short, long), np.float32)
-        a, b, c = optimizers.muon_coefficients(self.cfg)
-        kernels.muon_start(o, row, votes, self._moments, x)
+        a, b, c = rules.muon_coefficients(self.cfg)
+        cpu_votes.muon_start(o, row, votes, self._moments, x)
 
         def product(left, right, gram, alpha, beta):
             out = np.empty((short, short if gram else right.shape[1]), np.float32)
-            self._spread(out.shape[1] // PANEL, left.shape[1] * out.size // 16, kernels.muon_panels, left, right, gram,
-                         alpha, beta, out)
+            self._spread(out.shape[1] // PANEL, left.shape[1] * out.size // 16, cpu_votes.muon_panels, left, right,
+                         gram, alpha, beta, out)
             return out
 
-        for _ in range(optimizers.MUON_ROUNDS):
+        for _ in range(rules.MUON_ROUNDS):
             squares = product(x, x, True, a, a)
             x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
         return x
@@ -307,21 +284,21 @@ class CpuEngine:
 
         def work(a, b):
             self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, windows.shape[1] - 1,
-                                      np.uint32(0), 0, self._nothing)
+                                      np.uint32(0), 0, no_record(self._model))
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
     def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: rules.Sampling."""
         room = texts.shape[1]
         c = self._model._replace(**tables(self.cfg, room, True))
 
         def work(a, b):
             writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
             self._forward.write_texts(c, writing, texts[a:b], 0, room, self._forward.memory(self.cfg, b - a, room),
-                                      self._nothing)
+                                      no_record(c))
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
@@ -331,11 +308,11 @@ class CpuEngine:
             tokens[text[:length]] = 1
         return Writing(lengths, seeds, present, s.penalty, s.temp, np.int64(s.floor))
 
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, temp, min_p, penalty)
+    def generate(self, prompt, count, seed, **settings):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of rules.sampling_settings."""
+        prompt, s = rules.checked_prompt(self.cfg, prompt), rules.sampling_settings(self.cfg, **settings)
         text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
-        writing = self._writing(text, np.array([prompt.size]), np.array([uint32(seed)]), s)
+        writing = self._writing(text, np.array([prompt.size]), np.array([seed & 0xFFFFFFFF], np.uint32), s)
         for known in range(prompt.size, total, AT_ONCE):
             end = min(total, known + AT_ONCE)
             if end > text.size or not memory.size:           # room for twice as much
@@ -346,7 +323,7 @@ class CpuEngine:
                 if smaller.size:
                     memory[tuple(map(slice, smaller.shape))] = smaller
             start = known - 1 if known > prompt.size else 0
-            self._forward.write_texts(c, writing, text, start, end, memory, self._nothing)
+            self._forward.write_texts(c, writing, text, start, end, memory, no_record(c))
             yield from text[0, known:end].tolist()
 
 
@@ -359,14 +336,14 @@ def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
     `say` takes a line if anything is compiled. If there is another core, a fork of this process compiles what has
     nothing in common with `evaluate`."""
-    started, forks = time.monotonic(), []
+    started, fork = time.monotonic(), None
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
                             PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=min(1, cfg.STATE_TOKENS))
-    digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
+    digits = steps.pack_digits(np.ones(small.STEP_DIGITS, np.int8))
     arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                            sampling.settings(small)))
+                            rules.sampling_settings(small)))
     verbs = [verb for verb in VERBS if verb in verbs]
     apart = [verb for verb in verbs if verb in APART]
     ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs, binding.get_host_cpu_name())}"
@@ -381,22 +358,16 @@ def warm_up(cfg, say=print, verbs=STEP):
     def work_apart():
         engine = use(apart)
         if engine._activations:
-            engine._activations.vote_on_nothing()
+            engine._activations.vote_on_nothing(no_record(engine._model))
 
     with contextlib.nullcontext() if ready.exists() else kernel_cache.alone(f"cpu-{cfg.MODEL}-{cfg.PERTURB}"):
         if not ready.exists():                               # who waited finds it
             say(f"compiling the CPU engine ({simd.KIND}) ...")
             if hardware.cores() > 1 and apart != verbs:
-                forks.append(kernel_cache.forked(work_apart))
-        try:
-            use([verb for verb in verbs if verb not in apart])
-            for pid in forks:
-                os.waitpid(pid, 0)
-            forks.clear()
-            use(apart)
-        finally:
-            for pid in forks:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                fork = kernel_cache.forked(work_apart)
+        use([verb for verb in verbs if verb not in apart])
+        if fork:
+            os.waitpid(fork, 0)
+        use(apart)
         ready.touch()
     return time.monotonic() - started

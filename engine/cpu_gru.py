@@ -7,11 +7,10 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_compiler import leaf, njit
 from engine.cpu_kernels import (CLEAN, FREE, GROUP, ONE, TOGETHER, copy_row, disturb, divided, draw_norm, draw_sides,
-                                embed, i64, keep, layer_norm, mlp, new_logits, new_sides, perturbed, product,
-                                score_rows, write_next)
-from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
+                                embed, i64, keep, layer_norm, mlp, new_logits, new_sides, no_record, perturbed,
+                                product, score_rows, write_next)
+from engine.cpu_rules import clip, gate, gated, i32, leaf, next_state, njit, u32
 from engine.simd import ROWS, local
 from model import parameters
 
@@ -29,7 +28,7 @@ LN_2 = _numbers["ln_2"]
 @leaf
 def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, record):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n. record: a Record or None."""
+    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -54,9 +53,8 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, recor
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            if record is not None:
-                keep(record, U_F, layer, r, ONE, state[s:])
-                disturb(c, record, U_F, layer, r, ONE, i32(1), FREE, FREE, y[s:])
+            keep(record, U_F, layer, r, ONE, state[s:])
+            disturb(c, record, U_F, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -66,9 +64,8 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, recor
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            if record is not None:
-                keep(record, U_H, layer, r, ONE, past[s:])
-                disturb(c, record, U_H, layer, r, ONE, i32(1), FREE, FREE, y[s:])
+            keep(record, U_H, layer, r, ONE, past[s:])
+            disturb(c, record, U_H, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -79,7 +76,7 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, recor
 @leaf
 def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
-    are without noise on weights). record: a Record or None."""
+    are without noise on weights)."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
@@ -90,8 +87,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record)
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
-        if record is not None:
-            keep(record, W_F, layer, at, count, n)
+        keep(record, W_F, layer, at, count, n)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -102,11 +98,11 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record)
 def read(c, S, noisy, tokens, n, state, gates, candidates, x, record):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n]; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
-    overwritten. S: seed of the first pair. record: a Record or None."""
+    overwritten. S: seed of the first pair."""
     members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:], record, q * n)
+        embed(c, u32(S + q), noisy, tokens[q], n, 0, x[q * members * n:], record, q * n)
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:],
@@ -117,12 +113,12 @@ def read(c, S, noisy, tokens, n, state, gates, candidates, x, record):
 
 
 @njit
-def read_before(c, tokens, states):
+def read_before(c, tokens, states, record):
     """Moves states int8 [L, sequences padded to ROWS, H] by tokens int32 [sequences, n], which the unperturbed model
-    reads."""
+    reads. record: an empty one."""
     size = (tokens.size, c.HIDDEN_DIM)
     read(c, u32(0), CLEAN, tokens[:, 0:], tokens.shape[1], states, np.empty(size, np.int8),
-         np.empty(size, np.int8), np.empty(size, np.int8), None)
+         np.empty(size, np.int8), np.empty(size, np.int8), record)
 
 
 @njit
@@ -150,21 +146,21 @@ def read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy,
 def run_windows(c, losses, nats, windows, before, T, S, noisy, record):
     """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; some go through the positions together. noisy:
     window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
-    and all are losses[0]. record: None, or a Record that these sequences fill. The unperturbed model reads the first
-    `before` tokens, from a state of 0, once of all windows that begin with them."""
+    and all are losses[0]. record: these sequences fill it. The unperturbed model reads the first `before` tokens, from
+    a state of 0, once of all windows that begin with them."""
     texts, text_of = windows[:1, :0], np.zeros(len(windows), np.int64)
     if before:
         texts, text_of = np.unique(windows[:, :before], axis=0, return_inverse=True)
     states = memory(c, len(texts), before)
     if before:
-        read_before(c, texts, states)
+        read_before(c, texts, states, no_record(c))
     read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy, record)
 
 
 @njit
 def write_texts(c, writing, texts, start, end, state, record):
     """Fills texts int32 [sequences, room] behind their prompts, up to position `end`; `start` of their tokens are read
-    already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. record: as in `run_windows`."""
+    already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. record: an empty one."""
     sequences, t = texts.shape[0], start
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)

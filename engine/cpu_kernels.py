@@ -10,13 +10,12 @@ import numba
 import numpy as np
 
 from engine import simd
-from engine.cpu_compiler import inlined, inner, leaf
-from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, input_coefficient,
-                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, signed,
-                              table_term, u32, weighed_excess)
+from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, inlined, inner,
+                              input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
+                              shift_right, signed, table_term, u32, weighed_excess)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
-from model import integer_tables, parameters, transforms
+from model import integer_tables, parameters
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
 # two sides, its size
@@ -42,7 +41,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
                "ROPE_SCALE_BIT TARGETS USE_CLT NOISE_SHIFT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
-# half, sine in the upper one; ntt int64 [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights
+# half, sine in the upper one; ntt int64 [T, T]: integer_tables.basis, empty without NTT_MODE. Its weights: weights
 # int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels [k4,
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
@@ -53,7 +52,7 @@ Model = namedtuple("Model", FROM_CONFIG + (
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, present uint8
 # [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
-# int64: of model.sampling.Sampling
+# int64: of rules.Sampling
 Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
@@ -74,14 +73,13 @@ new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (
 
 def constants(cfg):
     """{field of Model: its value} of the configuration and its tables."""
-    gru, exp = int(cfg.MODEL == "gru"), integer_tables.exp_table(cfg)
-    exp, unit = exp[np.minimum(np.arange(256), exp.size - 1)], 1 / cfg.SOFTMAX_EXP_SCALE
+    gru, exp, unit = int(cfg.MODEL == "gru"), integer_tables.exp_table(cfg), 1 / cfg.SOFTMAX_EXP_SCALE
     names = [p.name for p in parameters.table(cfg)]
     return dict(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
         exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, short_exp=int(not exp[95:].any()),
         exact=int(cfg.LOSS == "exact"),
-        log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
+        log_unit=integer_tables.log_unit(cfg), ntt_prime=integer_tables.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
@@ -92,7 +90,13 @@ def tables(cfg, positions, causal):
     """{field of Model: its value}: what the transformer reads for sequences of this number of positions."""
     rope = integer_tables.rope_table(cfg, positions).view(np.int64)[..., 0]
     return dict(rope=np.tile(rope, cfg.N_HEADS),
-                ntt=transforms.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
+                ntt=integer_tables.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
+
+
+def no_record(c):
+    """The Record of a pass without noise on activations, of which nothing is kept. c: Model."""
+    return Record(u32(0), u32(0), 0, 1, np.zeros(c.table.shape, WATCHED), np.empty((0, 0), u8), np.empty(0, i32),
+                  np.empty(0, i32), np.empty((0, 0), np.int8), np.empty(0, np.int8), np.empty((0,) * 5, np.int16))
 
 
 @inlined
@@ -269,10 +273,9 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
-    """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n]; n rows a member, from position `start` on. record: None, or a Record with these rows from `at`
-    on."""
+def embed(c, S, noisy, tokens, n, start, h, record, at):
+    """h int8 [n or 2 n, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens
+    int32 [>= start + n]; n rows a member, from position `start` on. record: it has these rows from `at` on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -282,7 +285,7 @@ def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
         perturbed(c, EMB_BIAS, NO_LAYER, S, noisy, bias)
     for k in range(tables):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
-    for r in range(rows):
+    for r in range((1 + noisy) * n):
         m = member(r, n)
         position, number = start + r - n * m, i64(0)
         for i in range(min(T, tokens.size - position + position % T) if T else 0):
@@ -296,8 +299,7 @@ def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
-        if record is not None:
-            disturb(c, record, EMBEDDING, NO_LAYER, at + r, ONE, i32(1), i32(127), FREE, total)
+        disturb(c, record, EMBEDDING, NO_LAYER, at + r, ONE, i32(1), i32(127), FREE, total)
         for i in range(H):
             h[r, i] = clip(total[0, i])
 
@@ -328,7 +330,7 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
+                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at,
                      out.shape[1], k4)
 
 
@@ -351,7 +353,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, PANEL, votes, at, padded, votes, at, padded, length // 4)
+        tile(x, r * length, length, panel, 0, votes, at, padded, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -395,9 +397,8 @@ def divided(y, count, d, lowest, zero, out):
 
 
 @inlined
-def amax(v, first, count, out, o, zero):
-    """out[o..] = amax of v[first..] int32 (SPEC 5) + zero, `count` rows, GROUP at most; zero: 0 for int8 rows, 128 for
-    uint8."""
+def amax(v, first, count, out):
+    """out int8 [>= count, n] = amax of v[first..] int32 (SPEC 5), `count` rows, GROUP at most."""
     n, tops = out.shape[1], local(GROUP, i32)
     for r in range(count):
         top = i32(0)
@@ -409,7 +410,7 @@ def amax(v, first, count, out, o, zero):
         for i in range(n):
             # exactly twice: its truncation shows which side of a half
             twice = i32(f32(f32(v[first + r, i]) * f32(scale + scale)))
-            out[o + r, i] = i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + zero
+            out[r, i] = i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)
 
 
 @inlined
@@ -421,7 +422,7 @@ def add_residual(h, count, left, y, shift, bias):
             y[r, i] = h[r, i] + shift_right(y[r, i], shift)
             if bias is not None:
                 y[r, i] += bias[m, i]
-    amax(y, 0, count, h, 0, 0)
+    amax(y, 0, count, h)
 
 
 @inlined
@@ -437,8 +438,8 @@ def gelu(x):
 @leaf
 def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record:
-    None, or a Record with these rows from `at` on."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record: it
+    has these rows from `at` on."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -457,9 +458,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
-        if record is not None:
-            keep(record, up, layer, at + first, count, x)
-            disturb(c, record, up, layer, at + first, count, scale_u, i32(127 * scale_u) if c.gru else FREE, FREE, wide)
+        keep(record, up, layer, at + first, count, x)
+        disturb(c, record, up, layer, at + first, count, scale_u, i32(127 * scale_u) if c.gru else FREE, FREE, wide)
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -470,11 +470,9 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
                 for i in range(4 * H):
                     u[r, i] = gelu(np.int8(u[r, i]))
         product(c, down, layer, sides_d, noisy, u, count, left, y)
-        if record is not None:
-            keep(record, down, layer, at + first, count, u)
+        keep(record, down, layer, at + first, count, u)
         if c.gru:
-            if record is not None:
-                disturb(c, record, down, layer, at + first, count, scale_d, i32(127 * scale_d), FREE, y)
+            disturb(c, record, down, layer, at + first, count, scale_d, i32(127 * scale_d), FREE, y)
             divided(y, count, scale_d, -127, 0, y)
             for r in range(count):
                 row = first + r
@@ -482,8 +480,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
                     h[row, i] = clip(i32(h[row, i] + y[r, i]))
         else:
             add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
-            if record is not None:
-                disturb(c, record, down, layer, at + first, count, i32(1), i32(127), i32(127), h[first:])
+            disturb(c, record, down, layer, at + first, count, i32(1), i32(127), i32(127), h[first:])
 
 
 @inlined
@@ -503,12 +500,12 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 if
-    `filled` is not 0."""
+def position_loss(c, z, r, windows, q, start, T, t, weights):
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32
+    [V padded]."""
     shift, wanted = i32(c.logit_shift), i32(0)
     top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
-    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, filled)
+    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
     for j in range(c.TARGETS):
         wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], shift)
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
@@ -525,7 +522,7 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, erro
         total += weights[v]
     for d in range(96 if c.short_exp else c.exp.size):
         of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
-    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
+    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0)
     for v in range(V):
         errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
     for j in range(c.TARGETS):
@@ -595,8 +592,8 @@ def write_next(c, writing, q, texts, t, h, z):
 def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record, at):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: None, or a
-    Record with these rows from `at` on."""
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: it has
+    these rows from `at` on."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
@@ -605,15 +602,13 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     for first in range(0, rows, each):
         count = min(each, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
-        if record is not None:
-            keep(record, c.head, NO_LAYER, at + first, count, x)
+        keep(record, c.head, NO_LAYER, at + first, count, x)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
-                clean = record is not None and at + row < record.tokens.size
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
-                if record is not None and clean and record.weights[at + row]:
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
+                if at + row < record.tokens.size and record.weights[at + row]:
                     head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)),
                                 i32(record.weights[at + row]), weights, record.errors[at + row])
             else:

@@ -4,12 +4,11 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_compiler import inlined, inner, leaf, njit
 from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, add_residual, amax, copy_row, disturb, draw_norm, draw_sides,
                                 embed, i64, keep, largest, layer_norm, mlp, new_logits, new_sides, padded, product,
                                 score_rows, write_next)
-from engine.cpu_rules import attention_share, clip, f64, i32, shift_right, u32
-from engine.simd import PANEL, ROWS, exp_sum, local, tile
+from engine.cpu_rules import attention_share, clip, f64, i32, inlined, inner, leaf, njit, shift_right, u32
+from engine.simd import PANEL, ROWS, exp_sum, local
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.TABLE)}
@@ -20,23 +19,19 @@ W_K = _numbers["w_k"]
 W_V = _numbers["w_v"]
 W_O = _numbers["w_o"]
 LN_2 = _numbers["ln_2"]
-SUMMED = 1 << 16            # positions whose values, times bytes of their weights, have an int32 sum
-# Memory for rows of up to two members. h int8, x and q uint8, y int32 [rows, H], and y as int64: pairs; keys int8 [1 or
-# L, members, positions / PANEL, H / 4, PANEL, 4] and values [1 or L, members, positions / 4, H, 4]: a cache, packed for
-# `tile`; scores int32 [ROWS, positions], limbs uint8 [3, ROWS, positions]; offset int32 [ROWS, positions]
-Room = namedtuple("Room", "h x q y pairs keys values scores offset weights limbs")
+SUMMED = 32                 # positions whose values times their weights, of 19 bits, have an int32 sum
+# Memory for rows of up to two members. h and q int8, x uint8, y int32 [rows, H], and y as int64: pairs; keys and values
+# int8 [1 or L, members, positions, H]: a cache; scores int32 [1, positions] and weights int32 [positions]: of a query
+Room = namedtuple("Room", "h x q y pairs keys values scores weights")
 
 
 @inner
 def new_room(c, rows, cache):
     """cache: int8 [2, 1 or L, members, positions, H], positions a multiple of PANEL."""
-    H, shape = c.HIDDEN_DIM, (padded(rows, ROWS) + ROWS, c.HIDDEN_DIM)
-    layers, members, columns = cache.shape[1:4]
+    shape, positions = (padded(rows, ROWS) + ROWS, c.HIDDEN_DIM), cache.shape[3]
     y = np.empty(shape, i32)
-    return Room(np.empty(shape, np.int8), np.empty(shape, np.uint8), np.empty(shape, np.uint8), y, y.view(i64),
-                cache[0].reshape((layers, members, columns // PANEL, H // 4, PANEL, 4)),
-                cache[1].reshape((layers, members, columns // 4, H, 4)), np.empty((ROWS, columns), i32),
-                np.empty((ROWS, columns), i32), np.empty(columns, i32), np.empty((3, ROWS, columns), np.uint8))
+    return Room(np.empty(shape, np.int8), np.empty(shape, np.uint8), np.empty(shape, np.int8), y, y.view(i64), cache[0],
+                cache[1], np.empty((1, positions), i32), np.empty(positions, i32))
 
 
 @inlined
@@ -53,64 +48,40 @@ def rotate(pairs, r, rope, t, bit):
 
 @leaf
 def attend(c, room, layer, m, first_row, start, n, record, at):
-    """Causal attention of member m: its queries room.q (+ 128) from first_row on stand at positions start..start + n -
-    1; room.x (+ 128) is filled. The weights (up to 19 bits) times the values are three exact products of bytes. record:
-    None, or a Record with these queries from row `at` on."""
-    D, H, columns = c.HEAD_DIM, c.HIDDEN_DIM, room.weights.size
-    slot = layer % room.keys.shape[0]
+    """Causal attention of member m: its queries room.q from first_row on stand at positions start..start + n - 1;
+    room.x (+ 128) is filled. record: it has these queries from row `at` on."""
+    D, slot = c.HEAD_DIM, layer % room.keys.shape[0]
     keys, values = room.keys[slot, m], room.values[slot, m]
-    scores, offset = room.scores, room.offset
-    weights, limbs = room.weights, room.limbs
-    sums, weighted, totals = local((3, ROWS, D), i32), local((ROWS, D), f64), local(ROWS, i64)
-    middle, nothing = local(D, np.uint8), local(PANEL, i32)
-    for d in range(D):
-        middle[d] = 128
-    for p in range(PANEL):
-        nothing[p] = 0
+    scores, weights = room.scores, room.weights
+    part, sums = local(D, i32), local(D, f64)
     for head in range(c.N_HEADS):
         base = head * D
-        for p in range(0, start + n, PANEL):
-            tile(middle, 0, 0, keys, p * H + base * PANEL, PANEL, nothing, 0, 0, offset, p, columns, D // 4)
-        for p in range(start + n):
-            offset[0, p] = -offset[0, p]
-        for block in range(0, n, ROWS):
-            count = min(ROWS, n - block)
-            reach = start + block + count                      # positions the last row of the block sees
-            wide = padded(reach, 4)
-            for p in range(0, reach, PANEL):
-                tile(room.q, (first_row + block) * H + base, H, keys, p * H + base * PANEL, PANEL, offset, p, 0, scores,
-                     p, columns, D // 4)
-            for r in range(count):
-                visible = start + block + r + 1
-                top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0,
-                                    i64(1))
-                if record is not None and at < record.tokens.size:
-                    for p in range(visible):
-                        record.shares[at // record.T, layer, head, block + r, p] = attention_share(weights[p],
-                                                                                                   totals[r])
-                for p in range(visible, wide):
-                    weights[p] = 0
-                for p in range(wide):
-                    limbs[0, r, p] = weights[p]              # its low byte
-                    limbs[1, r, p] = shift_right(weights[p], 8)
-                    limbs[2, r, p] = shift_right(weights[p], 16)
+        for t in range(n):
+            row, visible = first_row + t, start + t + 1
+            for d in range(D):
+                sums[d] = 0.0
+            for p in range(visible):
+                score = i32(0)
                 for d in range(D):
-                    weighted[r, d] = 0
-            for first in range(0, wide, SUMMED):
-                for limb in range(3):
-                    for d in range(0, D, PANEL):
-                        tile(limbs, limb * ROWS * columns + first, columns, values, first * H + 4 * (base + d), H,
-                             nothing, 0, 0, sums, limb * ROWS * D + d, D, min(SUMMED, wide - first) // 4)
-                for r in range(count):
+                    score = i32(score + i32(i32(room.q[row, base + d]) * i32(keys[p, base + d])))
+                scores[0, p] = score
+            top = shift_right(largest(scores, 0, visible), c.SHIFT_ATTN)
+            total = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, 0, visible, weights, 0)
+            if at < record.tokens.size:
+                for p in range(visible):
+                    record.shares[at // record.T, layer, head, t, p] = attention_share(weights[p], total)
+            for first in range(0, visible, SUMMED):
+                for d in range(D):
+                    part[d] = 0
+                for p in range(first, min(visible, first + SUMMED)):
                     for d in range(D):
-                        # exact: below 2^53 for 2^28 positions
-                        weighted[r, d] += f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0
-            for r in range(count):
-                reciprocal = 1.0 / f64(totals[r])
-                for d in range(D):                             # truncated as in `divide`, exact for these sums
-                    size = i32((abs(weighted[r, d]) + 0.5) * reciprocal)
-                    room.x[first_row + block + r, base + d] = clip(size if weighted[r, d] >= 0 else i32(-size)) + 128
+                        part[d] = i32(part[d] + i32(weights[p] * i32(values[p, base + d])))
+                for d in range(D):                           # exact: below 2^53 for 2^28 positions
+                    sums[d] += f64(part[d])
+            reciprocal = 1.0 / f64(total)
+            for d in range(D):                               # truncated as in `divide`, exact for these sums
+                size = i32((abs(sums[d]) + 0.5) * reciprocal)
+                room.x[row, base + d] = clip(size if sums[d] >= 0 else i32(-size)) + 128
 
 
 @leaf
@@ -124,8 +95,7 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
     draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
         layer_norm(c, room.h[first:], min(GROUP, rows - first), n - first, norm, x[first:])
-    if record is not None:
-        keep(record, W_Q, layer, at, rows, x)
+    keep(record, W_Q, layer, at, rows, x)
     for param in range(W_Q, W_O):
         draw_sides(c, param, layer, S, noisy, sides)
         product(c, param, layer, sides, noisy, x, rows, n, y)
@@ -134,41 +104,32 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
                 count, first = min(GROUP, n - t), m * n + t
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT)
-                amax(y, first, count, one, 0, 0)
-                if record is not None:
-                    disturb(c, record, param, layer, at + first, count, i32(1), i32(127), i32(127), one)
+                amax(y, first, count, one)
+                disturb(c, record, param, layer, at + first, count, i32(1), i32(127), i32(127), one)
                 for r in range(count):
-                    p = start + t + r
-                    if param == W_Q:
-                        for i in range(H):
-                            room.q[first + r, i] = one[r, i] + 128
-                    elif param == W_K:
-                        key = room.keys[slot, m, p // PANEL, :, p % PANEL]
-                        for i in range(H // 4):
-                            for k in range(4):
-                                key[i, k] = one[r, 4 * i + k]
-                    else:
-                        value = room.values[slot, m, p // 4, :, p % 4]
-                        for i in range(H):
-                            value[i] = one[r, i]
+                    for i in range(H):
+                        if param == W_Q:
+                            room.q[first + r, i] = one[r, i]
+                        elif param == W_K:
+                            room.keys[slot, m, start + t + r, i] = one[r, i]
+                        else:
+                            room.values[slot, m, start + t + r, i] = one[r, i]
     for m in range(members):
         attend(c, room, layer, m, m * n, start, n, record, at)
-    if record is not None:
-        keep(record, W_O, layer, at, rows, x)
+    keep(record, W_O, layer, at, rows, x)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for first in range(0, rows, GROUP):
         add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, None)
-    if record is not None:
-        disturb(c, record, W_O, layer, at, rows, i32(1), i32(127), i32(127), room.h)
+    disturb(c, record, W_O, layer, at, rows, i32(1), i32(127), i32(127), room.h)
 
 
 @leaf
 def read(c, S, noisy, tokens, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
-    sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
+    sequence, as `embed` takes them. record: it has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, n, start, members * n, room.h, record, at)
+    embed(c, S, noisy, tokens, n, start, room.h, record, at)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room, record, at)
@@ -178,8 +139,8 @@ def read(c, S, noisy, tokens, n, start, room, record, at):
 @njit
 def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
-    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: None, or a
-    Record that these sequences fill."""
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: these
+    sequences fill it."""
     members = 1 + noisy
     room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
     z = new_logits(c)
@@ -193,7 +154,7 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
 def write_texts(c, writing, texts, start, end, cache, record):
     """Fills texts int32 [sequences, room] behind their prompts, up to position `end`, one after the other; `start`
     tokens of a single one may be read already. cache: of `memory`; c: with tables for `room` positions. record:
-    None."""
+    an empty one."""
     z, last = new_logits(c), np.empty((1, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
         t, least = start, start if start else writing.lengths[q]

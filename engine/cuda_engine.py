@@ -30,8 +30,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
-from model.seeds import next_seed
+from model import activations, integer_tables, parameters, rules, soft_targets, steps
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -51,7 +50,7 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
-def kernels(cfg, cc, shared_limit, token_type):
+def kernels(cfg, cc, shared_limit):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
     launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
     "digest"."""
@@ -59,13 +58,13 @@ def kernels(cfg, cc, shared_limit, token_type):
     forward = egg_kernels.build_forward(cfg, gpu)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
-    for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
+    for function in update.build(cfg, cc[0] == 9) + build(cfg):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     made_of = numba_cuda.__version__, vars(cfg), cc
-    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of, str(token_type))
+    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of)
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
         kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
@@ -128,12 +127,13 @@ def without_gpu(capability):
 AU64 = types.Array(uint64, 1, "C")
 
 
-def build(cfg, token_type):
-    """The kernels of this file, as Python functions; token_type: uint8 or uint32."""
-    return [_digest_kernel(), _windows_kernel(cfg, types.Array(token_type, 1, "C")), _choose_kernel(cfg)]
+def build(cfg):
+    """The kernels of this file, as Python functions."""
+    return [_digest_kernel(), _windows_kernel(cfg), _choose_kernel(cfg)]
 
 
-def _windows_kernel(cfg, TOKENS):
+def _windows_kernel(cfg):
+    TOKENS = types.Array(uint8 if cfg.VOCAB_SIZE == 256 else uint32, 1, "C")
     T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
     width, drawn, length = before + T + 1, cfg.TARGETS - 1, cfg.WINDOW
     same = cfg.USE_SAME_DATA != 0
@@ -274,10 +274,10 @@ def _choose_kernel(cfg):
 
 
 def _digest_kernel():
-    mixed, halves = device(state_digest.mixed), device(state_digest.halves)
+    mixed, halves = device(parameters.mixed), device(parameters.halves)
 
     def digest(weights: AU64, moments: AU64, overlay: A8, out: AU64):
-        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
+        """Adds to out uint64 [2] the sums of model.parameters.Digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
         sums = cuda.shared.array((2, BLOCK), uint64)
         t = cuda.threadIdx.x
@@ -291,7 +291,7 @@ def _digest_kernel():
                 word, at = uint64(0), 8 * (i - weights.size - moments.size)
                 for k in range(min(8, overlay.size - at)):
                     word |= uint64(uint8(overlay[at + k])) << uint64(8 * k)
-            x = mixed(word, uint64(i + state_digest.FIRST))
+            x = mixed(word, uint64(i + parameters.FIRST_WORD))
             a += x
             b += halves(x)
         sums[0, t] = a
@@ -449,8 +449,7 @@ class CudaEngine:
         self.cfg, self.tokens = cfg, tokens
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream, self._capability = cuda.stream(), gpu.compute_capability
-        token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
+        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu))
         self.compile_seconds, self._tables = 0.0, soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
@@ -476,7 +475,6 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state = self._weights, self._moments, self._overlay
-        self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
         self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
         self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
@@ -490,23 +488,19 @@ class CudaEngine:
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = self._read = None                      # Texts of the last `write`, TextReader of the last `vote`
-        self._update_steps = self._launches_of_update()
+        self._update_steps = self._votes.launches(self.stream, self._job, *self._state)
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
-
-    def _launches_of_update(self):
-        """[launch] of an update."""
-        packed = self._votes.packed
-        return [lambda: packed.copy_to_device(self._given_fitness, self.stream),
-                *self._votes.launches(self.stream, self._job, *self._state), self._pack]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
+        self._votes.packed.copy_to_device(self._given_fitness, self.stream)
         for launch in self._update_steps:
             launch()
+        self._pack()
         self._changed.copy(self._votes.changed, self.stream)
 
     def _launch_digest(self):
@@ -537,13 +531,13 @@ class CudaEngine:
         return parameters.State(*(array.copy_to_host() for array in self._state), self.step, self.seed)
 
     def digest(self):
-        """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
+        """bytes [16]: parameters.digest_of the State, without bringing it to the host. From the first one on `update`
         prepares the next."""
         self._undo_update()
         if not self._digested:
             self._ready("digest")
             self._enqueue_digest()
-        digest = state_digest.Digest(self.step, self.seed)
+        digest = parameters.Digest(self.step, self.seed)
         digest.add(*map(int, self._digest.wait()))
         return digest.digest()
 
@@ -574,7 +568,11 @@ class CudaEngine:
     def vote(self, first, windows, advantages, counted, temperature):
         """See engine.cpu_engine.CpuEngine."""
         self._undo_update()
-        return text_reader(self, counted.shape[1], temperature).vote(first, windows, advantages, counted)
+        kind = next(length for length in LENGTHS if length >= counted.shape[1]), temperature
+        if (self._read and self._read.kind) != kind:
+            self._read = None                                # frees its memory
+            self._read = TextReader(self, *kind)
+        return self._read.vote(first, windows, advantages, counted)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -624,7 +622,7 @@ class CudaEngine:
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
-        the step (bytes, model.ternary)."""
+        the step (bytes, model.steps)."""
         self._enqueue_update(fitness)
         self.step, self.seed = self._at
         self._fitness = None
@@ -660,7 +658,7 @@ class CudaEngine:
         self._update()
         self._changed.record(self.stream)
         self._fitness = fitness
-        self._at = self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self._at = self.step + 1, steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self._begun = {}
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
@@ -670,7 +668,7 @@ class CudaEngine:
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
         if lr != self._rate:
-            rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
+            rates = [rules.update_constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         self._set_job()
@@ -694,13 +692,19 @@ class CudaEngine:
         return total, len(windows) * T
 
     def generate(self, prompt, count, seed, **settings):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
-        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
-        yield from Texts(self, 1, len(prompt) + count).continuation(prompt, seed, s)
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of rules.sampling_settings."""
+        prompt, s = rules.checked_prompt(self.cfg, prompt), rules.sampling_settings(self.cfg, **settings)
+        done, total = len(prompt), len(prompt) + count
+        texts = Texts(self, 1, total)
+        texts.begin(prompt[None], done, seed & 0xFFFFFFFF, s)
+        while done < total:
+            reach = min(total, done + AHEAD)
+            yield from texts.until(reach)[0, done:reach].tolist()
+            done = reach
 
     def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: rules.Sampling."""
         count, room = texts.shape
         self._undo_update()
         most_room = blocks(room, ROOM) * ROOM                # prompts of similar lengths then share a graph
@@ -708,13 +712,10 @@ class CudaEngine:
         if not (known and known[0] == most_room and known[1] // 2 < count <= known[1]):
             self._texts = None                               # frees its memory
             self._texts = Texts(self, count, most_room)
-        most, least = self._texts.count, np.min(lengths)
-        split = room - (room - least) // 8                   # the host copies what is before it in the meantime
+        most = self._texts.count
         for at in range(0, count, most):
             self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s)
-            parts = self._texts.until(split, room)
-            for written, places in zip(parts, (slice(least, split), slice(split, room))):
-                texts[at:at + most, places] = written[:count - at, places]
+            texts[at:at + most] = self._texts.until(room)[:count - at, :room]
 
 
 class TextReader:
@@ -722,8 +723,9 @@ class TextReader:
 
     def __init__(self, engine, length, temperature):
         self.kind, self._engine = (length, temperature), engine
-        cfg, limit = rewards.reading(engine.cfg, length, temperature), ptx.shared_limit(cuda.get_current_device())
-        self._forward = forward = kernels(cfg, engine._capability, limit, uint32)[0]
+        cfg = activations.text_reading(engine.cfg, length, temperature)
+        limit = ptx.shared_limit(cuda.get_current_device())
+        self._forward = forward = kernels(cfg, engine._capability, limit)[0]
         used = forward.kernels["load"] + forward.kernels["step"]
         engine.compile_seconds += compile_all(used, engine._capability, f"{engine.name}: texts of {length} tokens")
         forward.tables()
@@ -746,15 +748,6 @@ class TextReader:
         self._evaluation.launch()
         result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
         return votes.digits_of(result.wait())[0]
-
-
-def text_reader(engine, positions, temperature):
-    """A TextReader of an engine for so many positions or more; the last one is kept."""
-    kind = next(length for length in LENGTHS if length >= positions), temperature
-    if (engine._read and engine._read.kind) != kind:
-        engine._read = None                                  # frees its memory
-        engine._read = TextReader(engine, *kind)
-    return engine._read
 
 
 class Texts:
@@ -783,10 +776,10 @@ class Texts:
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
         present = cuda.device_array(count * width, np.uint8)
         z = cuda.device_array(blocks(count, 32) * 32 * width, np.int32)
-        self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
-        self._fetched[0].array[:] = 0                        # every row is read, also the unused ones
+        self._fetched = Fetched(count * room, np.int32)
+        self._fetched.array[:] = 0                           # every row is read, also the unused ones
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
-        self._scratch = scratch = cuda.device_array(forward.writing_bytes(count, room), np.int8)
+        scratch = cuda.device_array(forward.writing_bytes(count, room), np.int8)
         few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
@@ -809,31 +802,18 @@ class Texts:
         draw[number:] = self.room                            # nothing is drawn for the unused rows
         self._inputs.copy_to_device(self._host, engine.stream)
         self._forget()
-        longest, tokens = np.max(lengths), self._fetched[0].array
+        longest, tokens = np.max(lengths), self._fetched.array
         tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]
         self._tokens.copy_to_device(tokens, engine.stream)
         self._reached, self._shortest = 1, np.min(lengths)
 
-    def until(self, *ends):
-        """Yields int32 [count, room] for each of at most two `ends`, in order: the tokens, those before that position
-        being written. The device goes on in the meantime. The next call changes them."""
-        for end, fetched in zip(ends, self._fetched):
-            for place in range(self._reached, end):
-                self._advance[int(place >= self._shortest)]()
-            self._reached = end
-            fetched.copy(self._tokens, self._engine.stream).record(self._engine.stream)
-        for fetched in self._fetched[:len(ends)]:
-            yield fetched.wait().reshape(self.count, self.room)
-
-    def continuation(self, prompt, seed, s):
-        """CudaEngine.generate, where there is one sequence: AHEAD positions are enqueued at a time."""
-        done = len(prompt)
-        self.begin(prompt[None], done, seed & 0xFFFFFFFF, s)
-        while done < self.room:
-            reach = min(self.room, done + AHEAD)
-            for written in self.until(reach):
-                yield from map(int, written[0, done:reach])
-            done = reach
+    def until(self, end):
+        """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""
+        for place in range(self._reached, end):
+            self._advance[int(place >= self._shortest)]()
+        self._reached = end
+        stream = self._engine.stream
+        return self._fetched.copy(self._tokens, stream).record(stream).wait().reshape(self.count, self.room)
 
 
 def largest(size, most, budget):

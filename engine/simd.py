@@ -31,11 +31,13 @@ LANES = None                # int32 accumulators of a register; LANES / 2 rows o
 
 
 def available():
-    """The kinds this processor can run, fastest first."""
+    """{kind: LANES} of the kinds this processor can run, fastest first."""
     has = llvm.get_host_cpu_features().get
-    can = (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
-           ("madd", has("avx2")), ("portable", True))
-    return [kind for kind, ok in can if ok]
+    kinds = (("vnni512", has("avx512vnni"), 16),
+             ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl"), 8),
+             ("madd", has("avx2"), 16 if has("avx512bw") else 8),
+             ("portable", True, 8))
+    return {kind: lanes for kind, can, lanes in kinds if can}
 
 
 def use(wanted="auto"):
@@ -46,9 +48,8 @@ def use(wanted="auto"):
     if wanted not in ("auto", *kinds):
         raise ValueError(f"SIMD = {wanted}: this processor has only {', '.join(kinds)}")
     if KIND is None:
-        KIND = kinds[0] if wanted == "auto" else wanted
-        wide = KIND == "vnni512" or KIND == "madd" and llvm.get_host_cpu_features().get("avx512bw")
-        LANES = 16 if wide else 8
+        KIND = next(iter(kinds)) if wanted == "auto" else wanted
+        LANES = kinds[KIND]
     elif wanted not in ("auto", KIND):
         raise ValueError(f"SIMD = {wanted}: this process has compiled for {KIND} already; start another one")
     return KIND
@@ -205,26 +206,25 @@ def operation(result):
     return decorate
 
 
-def _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4):
+def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
     """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8 [k4,
-    PANEL, 4] (its first stride in units of 4 bytes), out int32 (row stride in elements)."""
+    PANEL, 4], contiguous, out int32 (row stride in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
         word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
-    pitch = builder.mul(w_stride, I64(4))
-    panel = lambda k, c: _weights(builder, _at(builder, w, k, pitch, builder.mul(c, I64(4))), LANES)
+    panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
     _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, w: "array", w_stride, init: "array", init_stride, out: "array", out_stride, k4):
+def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
-    _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -241,7 +241,7 @@ def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "
         first = _load(builder, builder.gep(init, [c]), vector)
         return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-    _product(builder, begin, x, x_stride, w, I64(PANEL), out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -256,54 +256,21 @@ def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stri
                 lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
-def _exp_sum_by_bytes(builder, table, top, shift, z, count):
-    """int64 [16]: parts of the same for 64 * count elements and a short table, with AVX-512 VBMI. Each of the three
-    bytes of 64 entries is looked up at once."""
-    wide, bytes_, sums = _vector(I32, 64), _vector(I8, 64), _vector(I64, 16)
-    top, shift, last = _splat(builder, top, 64), _splat(builder, shift, 64), _all(wide, 127)
-    permute = functools.partial(builder.call, _function(builder, bytes_, [bytes_] * 3,
-                                                        "llvm.x86.avx512.vpermi2var.qi.512"))
-    entries = [_load(builder, builder.gep(table, [I64(at)]), wide) for at in (0, 64)]
-    parts = [cgutils.alloca_once_value(builder, _all(_vector(I32, 16), 0)) for _ in range(3)]
-    with cgutils.for_range(builder, count, intp=I64) as loop:
-        d = _load(builder, builder.gep(z, [builder.mul(loop.index, I64(64))]), wide)
-        d = builder.sub(top, builder.ashr(d, shift))
-        d = builder.trunc(builder.select(builder.icmp_unsigned("<", d, last), d, last), bytes_)
-        for byte, part in enumerate(parts):
-            low, high = (builder.trunc(builder.lshr(half, _all(wide, 8 * byte)), bytes_) for half in entries)
-            e = permute([low, d, high])
-            builder.store(_dot_step(builder, builder.load(part), e, _all(bytes_, 1)), part)
-    total = _all(sums, 0)
-    for byte, part in enumerate(parts):
-        total = builder.add(total, builder.shl(builder.zext(builder.load(part), sums), _all(sums, 8 * byte)))
-    return total
-
-
 @operation(types.int64)
-def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array",
-            filled):
-    """The sum over i of e_i = table[min(255, top - (z[i] >> shift))]; out[i] = e_i if `filled` (0 or 1).
+def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array"):
+    """The sum over i of out[i] = table[min(255, top - (z[i] >> shift))].
 
-    table int32 [256], of numbers below 2^24 if `filled` is 0; z int32, no z[i] >> shift above top; out int32; z and
-    out reach to the next multiple of 16, and out is 0 there. `short` (0 or 1): the table is zero from entry 95 on, as
-    it is at the usual scale."""
+    table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, and
+    out is 0 there. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
     v, lanes = _vector(I32, 16), ir.Constant(_vector(I32, 16), list(range(16)))
     total = cgutils.alloca_once_value(builder, _all(_vector(I64, 16), 0))
-    done = cgutils.alloca_once_value(builder, I64(0))
-    if KIND == "vnni512" and llvm.get_host_cpu_features().get("avx512vbmi"):
-        enough = builder.icmp_signed(">", count, I64(1000))      # for the tables' bytes to pay
-        with builder.if_then(builder.and_(enough, builder.icmp_signed(">", short, filled))):
-            whole = builder.sdiv(count, I64(64))
-            builder.store(_exp_sum_by_bytes(builder, table, top, shift, z, whole), total)
-            builder.store(builder.mul(whole, I64(4)), done)
-    done = builder.load(done)
     top, shift, last = (_splat(builder, x, 16) for x in (top, shift, builder.trunc(count, I32)))
     registers = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(16)]
     permute = functools.partial(builder.call, _function(builder, v, [v] * 3, "llvm.x86.avx512.vpermi2var.d.512"))
 
     def look_up(parts):
         """The loop with the first entries of the table, the last of which holds for all beyond it."""
-        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), done, I64) as loop:
+        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
             at, end = builder.mul(loop.index, I64(16)), _all(v, 16 * len(parts) - 1)
             d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
             d, bit = builder.select(builder.icmp_unsigned("<", d, end), d, end), 32

@@ -285,7 +285,7 @@ def main(path="input.bin"):
         sys.exit(f"{path} is no text, and no tokens of ./decoding.bin: {error}")
     if text.size < 100 * T:
         sys.exit(f"{path} is too short: take a text of {105 * T} bytes or more")
-    print(f"{text.size:,} bytes to learn from, {unread.size:,} for validation", flush=True)
+    print(f"{text.size:,} bytes to learn from for {SECONDS} s, {unread.size:,} for validation", flush=True)
     until = time.monotonic() + SECONDS
     for step, seed, w, _, loss in train(text):
         if (ends := time.monotonic() > until) or step % VALIDATE_EVERY == 0:

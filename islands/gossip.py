@@ -20,7 +20,7 @@ from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
 from egg_config import EggError, UsageError
 from egg_net import Hook
 from islands import merging
-from model import state_digest
+from model import parameters
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 # kinds of fitness, of which less is better: their units; of a reward it is the negative
@@ -100,7 +100,7 @@ class Fitness:
         if unit != self.unit:
             self.unit = unit
             self.best, self.fitness = math.inf, None
-        self.fitness = measure if self.fitness is None else (1 - WEIGHT) * self.fitness + WEIGHT * measure
+        self.fitness = measure if self.fitness is None else round((1 - WEIGHT) * self.fitness + WEIGHT * measure, 6)
         if self.fitness < self.best:
             self.best, self.best_step = self.fitness, step
 
@@ -314,7 +314,7 @@ class Island(Hook):
         better = call.state and compares(ours, theirs) and theirs.fitness < ours.fitness
         outcome = ("take" if better and theirs.sha256 != self.last_taken else
                    "keep" if compares(ours, theirs) else "other kind")
-        self.events.emit("gossip", None, peer=peer.name, ours=_rounded(ours.fitness), theirs=_rounded(theirs.fitness),
+        self.events.emit("gossip", None, peer=peer.name, ours=ours.fitness, theirs=theirs.fitness,
                          kind=ours.kind, outcome=outcome)
         if outcome == "take":
             self.handover = Handover(call, time.monotonic())
@@ -326,13 +326,13 @@ class Island(Hook):
             return
         try:
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.fitness):
-                self.events.emit("elite", step=step, fitness=_rounded(fitness.fitness), kind=fitness.kind)
+                self.events.emit("elite", step=step, fitness=fitness.fitness, kind=fitness.kind)
         except OSError as error:
             self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
     def _shown(self, fitness, kind):
         """A fitness for people: a reward as it is, not its negative; None of None."""
-        return None if fitness is None else _rounded(-fitness if kind == "reward" else fitness)
+        return None if fitness is None else -fitness if kind == "reward" else fitness
 
     # epochs
 
@@ -345,16 +345,16 @@ class Island(Hook):
         cfg, run, fitness = self.cfg, self.run, self.fitness
         origin = {"epoch": run.start.epoch + 1, "kind": cfg.MERGE if call else "rejuvenate",
                   "island": self.settings.name, "from": call.peer.name if call else self.settings.name,
-                  "peer_step": None, "fitness_kind": fitness.kind, "ours": _rounded(fitness.fitness), "theirs": None}
+                  "peer_step": None, "fitness_kind": fitness.kind, "ours": fitness.fitness, "theirs": None}
         try:
             state = self.coordinator.shelf.state(run.step)
             if call:
                 theirs = call.status[-1]
-                origin |= {"peer_step": theirs.snapshot, "theirs": _rounded(theirs.fitness)}
+                origin |= {"peer_step": theirs.snapshot, "theirs": theirs.fitness}
                 state = merging.merge(cfg, state, call.state, fitness.fitness, theirs.fitness)
             else:
                 state = merging.rejuvenate(cfg, state)
-            origin["digest"] = state_digest.of_state(state).hex()
+            origin["digest"] = parameters.digest_of(state).hex()
             self.coordinator.begin_epoch(state, origin)
         except ValueError as error:                  # a peer's state
             self._give_up(f"the state of {origin['from']} is not used: {error}")
@@ -391,7 +391,3 @@ class Island(Hook):
         self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
-
-
-def _rounded(x):
-    return None if x is None else round(x, 6)

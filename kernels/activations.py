@@ -20,7 +20,7 @@ from kernels.product import padded_length
 from kernels.rules import device
 from kernels.transformer import turned_function
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
-from model import activations, integer_tables, parameters, rules, ternary
+from model import activations, integer_tables, parameters, rules, steps
 
 BLOCK = 128
 WARPS = BLOCK // 32
@@ -479,7 +479,7 @@ def _vote_kernels(cfg):
             digits[first + i] = int8((vote >= least) - (vote <= -least))
 
     def pack_digits(digits: A8, packed: B1):
-        """packed uint8 [digits / 5] (model.ternary). One thread per byte."""
+        """packed uint8 [digits / 5] (model.steps). One thread per byte."""
         i = cuda.grid(1)
         if i < packed.size:
             byte = int32(0)
@@ -558,7 +558,7 @@ class Votes:
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
         self._totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
-        self._packed = digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)]
+        self._packed = digits[:steps.packed_size(self.cfg.CHUNK_DIGITS)]
         self._tiles = cuda.to_device(np.array(tiles, np.int32))
         self._of_tensors = cuda.to_device(np.array([x for t in tensors for x in (t.weights, t.size)], np.int64))
         self._rope = cuda.to_device(integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
@@ -628,5 +628,5 @@ class Votes:
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
-        size = ternary.packed_size(self.cfg.CHUNK_DIGITS)
+        size = steps.packed_size(self.cfg.CHUNK_DIGITS)
         return result[3 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])

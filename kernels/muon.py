@@ -1,5 +1,5 @@
 """Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see
-model.optimizers).
+model.rules).
 
 Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in
 shared memory change where operands are read, not the order in which they are added. Tensor cores would not do: they
@@ -14,7 +14,7 @@ from numba import cuda, float32, int32, int64
 from numba.cuda import libdevice
 
 from kernels.parts import A2, A32, F1, F2
-from model import optimizers, parameters
+from model import parameters, rules
 
 TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
 DEPTH = 16                  # values of k in its shared memory
@@ -59,7 +59,7 @@ def build(cfg):
     """The kernels of a configuration, as Python functions; none without USE_MUON."""
     if not cfg.USE_MUON:
         return []
-    PARTS, EPS = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS)
+    PARTS, EPS = rules.MUON_PARTS, float32(rules.MUON_EPS)
     MOMENTUM = np.float32(cfg.MUON_MOMENTUM)
 
     def muon_start(matrices: A2, votes: A32, moments: F2, x: F1):
@@ -94,11 +94,11 @@ def build(cfg):
             x[at_x + i] = libdevice.fdiv_rn(x[at_x + i], norm)
 
     def product(name, gram):
-        """The kernel of a product, as engine.cpu_update.muon_panels: left . left^T of x, or fma(beta, square . right,
+        """The kernel of a product, as engine.cpu_votes.muon_panels: left . left^T of x, or fma(beta, square . right,
         alpha * right)."""
         def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
             ours = cuda.shared.array(OPERAND, float32)
-            theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
+            theirs = cuda.shared.array(OPERAND, float32)
             acc = cuda.local.array((4, 4), float32)
             t = cuda.threadIdx.x
             matrix = tiles[cuda.blockIdx.x, 0]
@@ -148,7 +148,7 @@ class Direction:
 
     def __init__(self, cfg, kernels):
         w = work(cfg)
-        self.kernels, self.coefficients = kernels, optimizers.muon_coefficients(cfg)
+        self.kernels, self.coefficients = kernels, rules.muon_coefficients(cfg)
         self.tables = [cuda.to_device(table) for table in w[:3]] if w.x_size else []
         self.x, self.other = (cuda.device_array(max(1, w.x_size), np.float32) for _ in range(2))
         self.square, self.poly = (cuda.device_array(max(1, w.a_size), np.float32) for _ in range(2))
@@ -173,8 +173,8 @@ class Direction:
         def product(name, tiles, *args):
             add(name, len(tiles), THREADS, tiles, matrices, *args)
 
-        add("muon_start", len(matrices), optimizers.MUON_PARTS, matrices, votes, moments, self.x)
-        for _ in range(optimizers.MUON_ROUNDS):
+        add("muon_start", len(matrices), rules.MUON_PARTS, matrices, votes, moments, self.x)
+        for _ in range(rules.MUON_ROUNDS):
             product("muon_gram", squares, np.int32(0), a, a, self.x, self.x, self.square)
             product("muon_mix", squares, np.int32(0), b, c, self.square, self.square, self.poly)
             product("muon_mix", wides, np.int32(1), a, np.float32(1), self.poly, self.x, self.other)

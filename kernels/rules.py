@@ -12,7 +12,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from kernels import ptx
-from model import parameters, rules, transforms
+from model import integer_tables, parameters, rules
 
 W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
 M_PACKED, M_SEED, M_OVERLAY = range(3)
@@ -165,7 +165,7 @@ def activation_functions(cfg):
 
 
 def ntt_functions(cfg, nz, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
+    """(coefficient, look_up), device functions for NTT_MODE (model.integer_tables), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
     look_up(weights, overlay, seed, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of the
@@ -176,8 +176,8 @@ def ntt_functions(cfg, nz, causal):
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
     SHIFT = cfg.NOISE_SHIFT
-    P = transforms.PRIME[cfg.NTT_MODE]
-    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
+    P = integer_tables.PRIME[cfg.NTT_MODE]
+    ROOT = integer_tables.root(cfg.NTT_MODE, T) if P else 1
     one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
     AT = one.weights
     SEED = one.seed_a

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint32
 from numba.cuda import libdevice
 
-from model import optimizers, parameters, rules, ternary
+from model import parameters, rules, steps
 from kernels import muon
 from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
@@ -330,11 +330,11 @@ def optimize_kernel(cfg):
     adapt = cfg.ADAPTIVE_NOISE_MODE != 0
     with_muon = bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    muon_size = np.float32(optimizers.MUON_SIZE)
-    o = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0])
+    muon_size = np.float32(rules.MUON_SIZE)
+    o = rules.update_constants(cfg, 1.0, parameters.tensors(cfg)[0])
     beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
         float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
-    all_decay = cfg.PERTURB == "weights"                     # see optimizers.constants
+    all_decay = cfg.PERTURB == "weights"                     # see rules.update_constants
     rule = rules.update_rules(device, TARGET)
     adamw, whole_step = rule.adamw, rule.whole_step
     muon_step = rule.muon
@@ -393,7 +393,7 @@ def optimize_kernel(cfg):
 
 
 def unpack_kernel(cfg):
-    """The kernel that unpacks the digits of a step (model.ternary): int8 [pairs] or, with noise on activations, int32
+    """The kernel that unpacks the digits of a step (model.steps): int8 [pairs] or, with noise on activations, int32
     [weights], their sums over the chunks, which are the votes."""
     chunks, kind = (1, A8) if cfg.PERTURB == "weights" else (cfg.N_CHUNKS, A32)
 
@@ -457,7 +457,7 @@ class Update:
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
+        self.packed = cuda.device_array(steps.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -471,7 +471,7 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + ternary.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
+                + steps.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8

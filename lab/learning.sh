@@ -1,7 +1,7 @@
 #!/bin/sh -e
 # Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop-bytes and back-propagation on
 # its shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
-# docs/learning/*-h200.jsonl are the figures of lab/MEASUREMENTS.md. Held out are the last 460,000 bytes.
+# docs/learning/*-h?00.jsonl are the figures of lab/MEASUREMENTS.md. Held out are the last 460,000 bytes.
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
 # lab/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."
@@ -42,6 +42,7 @@ done <<'END'
 laptop-bytes-cpu egg: laptop-bytes, 2 cores
 nano-egg-h200 egg: nano-egg, H200
 best-bytes-h200 egg: best-bytes, H200
+best-h100 egg: best, H100
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200

@@ -98,9 +98,9 @@ worth() {
 # by steps, which no other work on the machine changes; prints the means before and after, each with the same prompt
 rewards() (
     words=(--objective "$root/examples/words.py")
-    "${egg[@]}" train --steps 1067 --save-dir text >rewards.log 2>&1
+    "${egg[@]}" train --preset laptop --minutes 1 --save-dir text >rewards.log 2>&1
     unset EGG_PRESET                                 # the others take what text and the file set
-    "${egg[@]}" train "${words[@]}" --load-dir text --save-dir words --steps 100 -D VALIDATE_EVERY=10 >rewards.log 2>&1
+    "${egg[@]}" train "${words[@]}" --load-dir text --save-dir words --steps 140 >rewards.log 2>&1
     grep -hE '"event": "(reward|validation)"' words/events.jsonl >words.jsonl
     "${egg[@]}" plot words.jsonl --x steps --out "$root/docs/rewards.svg"
     for run in text words; do
@@ -126,9 +126,9 @@ examples() (
     for file in sort json_array guess; do
         "${egg[0]}" "$root/examples/$file.py"
     done
-    example 700 sort "sorted digits" "$root/examples/sort.py" 100 2 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
-    example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 5 -D SOFT_TARGETS=
-    example 800 games "guesses" "$root/examples/guess.py" 100 2 -D SOFT_TARGETS=0:7
+    example 700 sort "sorted digits" "$root/examples/sort.py" 200 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
+    example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 20 -D SOFT_TARGETS=
+    example 800 games "guesses" "$root/examples/guess.py" 200 20 -D SOFT_TARGETS=0:7
     "${egg[@]}" plot "sorted digits.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
         --out "$root/docs/rewards-examples.svg"
 )

@@ -4,6 +4,9 @@ A group is a window and the GROUP_SIZE members that read it. A member's noise is
 it changes in the loss of a position, its digit, is credited to the noise; credit times the sign of the noise, summed
 over the members of a group, times the clean model's inputs, is the group's vote on a weight. A chunk sends the sign of
 its large votes.
+
+With rewards (SPEC 22) some chunks of a step vote from texts that the model writes: which do, after which prompts and
+with which draws it writes, how much the reward of a text counts, and which windows the texts are.
 """
 
 import math
@@ -11,11 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model import fitness_digits, parameters, rules
-from model.seeds import hash32
+from model import parameters, rules
+from model.steps import hash32
 
 LEVELS = 7                   # largest digit of a position
 WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM / 8
+REWARD_UNIT = 1 << 16        # of a reward in fixed point
+# first hashes of a group's choice of prompt and of its seed of draws: behind those of noise, before those of targets
+PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
+WHOLE = 8                    # lengths of windows are multiples of it
 UNIT = 16                    # of a digit in the credits of the transformer
 TIED_TABLE = 64              # weight of the embedding's votes as table beside those as head, where it is both
 
@@ -142,7 +149,7 @@ def voted(cfg, t, sums):
     """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
     sums = parameters.to_canonical(sums) if t.matrix else sums.ravel()
     least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
-    return fitness_digits.large(sums, least)
+    return rules.large(sums, least)
 
 
 def signs(phase, seed, positions):
@@ -158,3 +165,69 @@ def noise(cfg, phase, number, seed, positions):
     if phase.turn not in (-1, number % cfg.N_LAYERS):
         return np.zeros((positions, phase.units), np.int64)
     return phase.amplitude * signs(phase, seed, positions)
+
+
+# --- rewards (SPEC 22) ------------------------------------------------------------------------------------------------
+
+def text_chunks(cfg, end):
+    """How many of the first `end` chunks of a run vote from its data: TEXT_SHARE of them, spread evenly."""
+    return end * round(cfg.TEXT_SHARE * 65536) >> 16
+
+
+def is_text(cfg, step, chunk):
+    """Whether a chunk of a step votes from the data."""
+    number = step * cfg.N_CHUNKS + chunk
+    return text_chunks(cfg, number) < text_chunks(cfg, number + 1)
+
+
+def text_loss(cfg, step, loss):
+    """int: the loss of a chunk that votes from the data, so that their sum over a step is that of N_CHUNKS chunks."""
+    first = step * cfg.N_CHUNKS
+    return loss * cfg.N_CHUNKS // (text_chunks(cfg, first + cfg.N_CHUNKS) - text_chunks(cfg, first))
+
+
+def text_draws(cfg, seed, first, count):
+    """(uint32 [count], uint32 [count]): the numbers that choose the prompts of groups first.. of a step, equal for
+    OBJECTIVE_TEXTS of them, and the seeds of their draws."""
+    groups = first + np.arange(count)
+    return (hash32(seed + groups - groups % cfg.OBJECTIVE_TEXTS, PROMPT_STREAM), hash32(seed + groups, DRAW_STREAM))
+
+
+def advantages(cfg, rewards):
+    """int8 [n], -7 to 7: how much more each text of a chunk earns than the others of its prompt do. rewards: [n], float
+    or None, where a text is not judged."""
+    whole = [None if reward is None else round(reward * REWARD_UNIT) for reward in rewards]
+    prompts = [whole[at:at + cfg.OBJECTIVE_TEXTS] for at in range(0, len(whole), cfg.OBJECTIVE_TEXTS)]
+    gains = [by for prompt in prompts for by in _more_than_the_mean(prompt)]
+    least = least_differences(sum(map(abs, gains)), max(1, sum(by != 0 for by in gains)))
+    return np.array([_rules.digit(by, least) for by in gains], np.int8)
+
+
+def _more_than_the_mean(rewards):
+    """[int]: by how much each is more than the mean of those that are not None, halves away from zero."""
+    judged = [reward for reward in rewards if reward is not None]
+    count, total = len(judged), sum(judged)
+    parts = [0 if reward is None else count * reward - total for reward in rewards]
+    return [(1 if part > 0 else -1) * ((2 * abs(part) + count) // (2 * max(1, count))) for part in parts]
+
+
+def text_windows(sequences, written, advantages):
+    """(int32 [n, T + 1], int8 [n], bool [n, T]): the texts whose advantage is not 0, as windows, their advantages, and
+    the positions that vote. sequences: [int [length]], prompts with the texts and replies behind them; written: [bool
+    [length]], which of their tokens the model wrote."""
+    chosen = np.flatnonzero(advantages)
+    longest = max((len(sequences[number]) for number in chosen), default=1)
+    T = -(-max(1, longest - 1) // WHOLE) * WHOLE
+    tokens, counted = np.zeros((len(chosen), T + 1), np.int32), np.zeros((len(chosen), T), bool)
+    for row, number in enumerate(chosen):
+        length = len(sequences[number])
+        tokens[row, :length] = sequences[number]
+        counted[row, :length - 1] = written[number][1:]
+    return tokens, advantages[chosen], counted
+
+
+def text_reading(cfg, length, temperature):
+    """The Config with which windows of `length` positions are read: the losses are exact, at a temperature, of the one
+    token that follows."""
+    return cfg.changed(SEQ_LEN=length, STATE_TOKENS=0, SOFT_TARGETS=(), LOSS="exact", USE_SAME_DATA=0,
+                       SOFTMAX_EXP_SCALE=cfg.SOFTMAX_EXP_SCALE * temperature)

@@ -60,8 +60,8 @@ def open_tokens(cfg, path):
     with explained(DataError, path):
         tokens = np.memmap(path, "u1", "r")
     if not wide:
-        _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
-                    "DETOKENIZE=1, which reads the bytes of tokens")
+        _need_bytes(tokens, path, "make bytes of a text with `python egg.py prepare TEXT --vocab-size 256`, or begin a "
+                    "run with DETOKENIZE=1, which reads the bytes of tokens")
     elif size % 4 or not _fits_tokens(tokens) or _signature(tokens):
         prepare = "make tokens of a text with `python egg.py prepare TEXT`"
         if (kind := _format(tokens)) not in (None, TOKENS):
@@ -164,7 +164,7 @@ def read_text(path):
             data = "\n".join(texts).encode("utf-8", "replace")
         except (ValueError, LookupError, TypeError):
             raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"text\"") from None
-    _need_bytes(np.frombuffer(data, np.uint8), path, "give the text that they were made from")
+    _need_bytes(np.frombuffer(data, np.uint8), path, "give the text itself")
     return data
 
 

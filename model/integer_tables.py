@@ -1,9 +1,12 @@
-"""The integer tables of SPEC 6 and 7: exponentials, GELU, rotary embedding. Made in double, halves rounded away from
-zero."""
+"""The integer tables of the models: exponentials, GELU, rotary embedding (SPEC 6, 7), made in double, halves rounded
+away from zero; and the transforms of the tokens (NTT_MODE, SPEC 14), whose coefficients the model looks up too."""
 
 import math
 
 import numpy as np
+
+PRIME = {1: 0, 2: 257, 3: 65537}
+PRIMITIVE = 3               # generates all residues of both primes
 
 
 def _round(x):
@@ -12,8 +15,9 @@ def _round(x):
 
 
 def exp_table(cfg):
-    """int32 [SOFTMAX_LUT_SIZE]: EXP of SPEC 6."""
-    y = np.exp(-np.arange(cfg.SOFTMAX_LUT_SIZE) / cfg.SOFTMAX_EXP_SCALE) * 2.0 ** cfg.SOFTMAX_SCALE_BIT
+    """int32 [256]: EXP of SPEC 6; entries from SOFTMAX_LUT_SIZE on are the last one."""
+    distance = np.minimum(np.arange(256), cfg.SOFTMAX_LUT_SIZE - 1)
+    y = np.exp(-distance / cfg.SOFTMAX_EXP_SCALE) * 2.0 ** cfg.SOFTMAX_SCALE_BIT
     return np.where(y >= 1, _round(y), 0).astype(np.int32)
 
 
@@ -35,3 +39,27 @@ def rope_table(cfg, positions):
 def log_unit(cfg):
     """Loss units (1/256 logit) in one octave of Q, with 16 fractional bits: the factor of log2 in LOSS = "exact"."""
     return round(cfg.SOFTMAX_EXP_SCALE * np.log(2.0) * 256 * 65536)
+
+
+# --- transforms of the tokens -----------------------------------------------------------------------------------------
+
+def root(mode, order):
+    """A root of unity of this order, a divisor of p - 1."""
+    return pow(PRIMITIVE, (PRIME[mode] - 1) // order, PRIME[mode])
+
+
+def transform(mode, order):
+    """int64 [order, order]: the factors of token n (second index) in coefficient t of a window of `order` tokens."""
+    if PRIME[mode]:
+        r, n = root(mode, order), np.arange(order)
+        return np.array([pow(r, k, PRIME[mode]) for k in range(order)])[np.outer(n, n) % order]
+    signs = np.ones((1, 1), np.int64)
+    while len(signs) < order:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    return signs
+
+
+def basis(cfg, causal):
+    """int64 [T, T]: `transform` for this configuration; causal: without the tokens after a position."""
+    whole = transform(cfg.NTT_MODE, cfg.SEQ_LEN)
+    return np.tril(whole) if causal else whole

@@ -1,16 +1,17 @@
 """A model as one table (SPEC 2, 3), which gives the initial weights, the canonical order of all arrays, the noise
-overlay and the walk of the optimizer. TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg.
+overlay and the walk of the optimizer; its state, and the digest of that. TABLE is the transformer, GRU_TABLE the
+recurrent model of nano-egg.
 """
 
 import dataclasses
-import functools
 import math
+import struct
 from typing import NamedTuple
 
 import numpy as np
 
 from model.rules import uniform_noise
-from model.seeds import INITIAL_SEED, first_seed
+from model.steps import INITIAL_SEED, first_seed
 
 
 H = "H"                     # HIDDEN_DIM
@@ -216,7 +217,7 @@ def from_canonical(flat, cols):
 
 def _xorshift(state, count):
     """uint32 [count]: successive states of xorshift32 after `state`. The step is linear over bits, so a known run of n
-    states gives the next n by one linear map, applied bytewise from tables; the run doubles."""
+    states gives the next n by one linear map; the run doubles."""
     def step(x):
         x = x ^ x << np.uint32(13)
         x = x ^ x >> np.uint32(17)
@@ -235,8 +236,75 @@ def _xorshift(state, count):
 
 
 def _applied(columns, x):
-    """uint32: the image of x under the linear map over bits whose columns are given, by tables for the bytes of x."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-    tables = (np.bitwise_xor.reduce(np.where(bits, columns[k:k + 8], np.uint32(0)), axis=1) for k in range(0, 32, 8))
-    return functools.reduce(np.bitwise_xor, (table[x >> np.uint32(8 * k) & np.uint32(255)]
-                                             for k, table in enumerate(tables)))
+    """uint32: the image of x under the linear map over bits whose columns are given."""
+    out = np.zeros_like(x)
+    for bit, column in enumerate(columns):
+        out ^= (x >> np.uint32(bit) & np.uint32(1)) * column
+    return out
+
+
+# --- the digest of a state --------------------------------------------------------------------------------------------
+
+# By it replicas are compared at every step (SPEC 16): cheap, and the same on every engine. It finds every replica that
+# has drifted. It is not cryptographic: two states of one digest can be constructed, but that gains a liar nothing
+# (cluster.collector, docs/SECURITY.md).
+FIRST_WORD = 3                  # number of the first word of the weights: step and seed are before it
+PIECE = 1 << 15            # words that NumPy mixes at a time, so that they stay in the cache
+
+u64 = np.uint64
+WORD_STEP = u64(0x9E3779B97F4A7C15)
+FACTOR_1 = u64(0xBF58476D1CE4E5B9)
+FACTOR_2 = u64(0x94D049BB133111EB)
+LOW = u64(0xFFFFFFFF)
+
+
+def mixed(word, number):
+    """The uint64 that a word adds to the first sum. For NumPy arrays, and compiled by both engines."""
+    x = word + number * WORD_STEP
+    x = (x ^ (x >> u64(30))) * FACTOR_1
+    x = (x ^ (x >> u64(27))) * FACTOR_2
+    return x ^ (x >> u64(31))
+
+
+def halves(x):
+    """The uint64 that a mixed word adds to the second sum."""
+    return (x & LOW) * (x >> u64(32))
+
+
+class Digest:
+    """The digest of bytes that come in pieces. number: of the next word."""
+
+    def __init__(self, step, seed):
+        self.number = 1
+        self._rest = b""
+        self._sums = [0, 0]
+        self.update(struct.pack("<QQ", step, seed))
+
+    def update(self, data):
+        """Adds a bytes-like object."""
+        data = self._rest + data if self._rest else data
+        words = np.frombuffer(data, "<u8", len(data) // 8)
+        self._rest = bytes(data[8 * words.size:])
+        for at in range(0, words.size, PIECE):
+            piece = words[at:at + PIECE]
+            x = mixed(piece, np.arange(self.number, self.number + piece.size, dtype=u64))
+            self.add(int(x.sum(dtype=u64)), int(halves(x).sum(dtype=u64)))
+            self.number += piece.size
+
+    def add(self, first, second):
+        """Adds the sums of words that the caller has mixed; the caller also advances `number`."""
+        self._sums = [(mine + its) % (1 << 64) for mine, its in zip(self._sums, (first, second))]
+
+    def digest(self):
+        """bytes [16]."""
+        if self._rest:
+            self.update(bytes(-len(self._rest) % 8))
+        return struct.pack("<QQ", *self._sums)
+
+
+def digest_of(state):
+    """bytes [16]: the digest of a State."""
+    digest = Digest(state.step, state.seed)
+    for part in (state.weights, state.moments, state.overlay):
+        digest.update(np.ascontiguousarray(part).data.cast("B"))
+    return digest.digest()

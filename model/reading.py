@@ -9,7 +9,7 @@ other arithmetic is written out here.
 
 import numpy as np
 
-from model import activations, integer_tables, parameters, rules, seeds, transforms
+from model import activations, integer_tables, parameters, rules, steps
 
 
 def wrap(x):
@@ -166,8 +166,8 @@ class Reading:
     def coefficients(self, tokens):
         """int64 [positions]: the transform of the tokens in blocks of SEQ_LEN (SPEC 14); only in a whole window can a
         coefficient see its targets."""
-        T, prime = self.cfg.SEQ_LEN, transforms.PRIME[self.cfg.NTT_MODE]
-        basis = transforms.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
+        T, prime = self.cfg.SEQ_LEN, integer_tables.PRIME[self.cfg.NTT_MODE]
+        basis = integer_tables.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
         blocks = np.zeros((-(-len(tokens) // T), T), np.int64)
         blocks.ravel()[:len(tokens)] = tokens
         c = (blocks @ basis.T).ravel()[:len(tokens)]
@@ -233,7 +233,7 @@ class Reading:
         return (parameters.from_canonical(flat, t.cols) if t.matrix else flat).astype(np.int64)
 
     def noise(self, stream, index):
-        draws = seeds.hash32(self.seed + stream, index)
+        draws = steps.hash32(self.seed + stream, index)
         return rules.uniform_noise(draws, self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
 
     def factor(self, first, stream, index):
@@ -243,7 +243,7 @@ class Reading:
             return np.ones_like(overlay)
         if self.cfg.ADAPTIVE_NOISE_MODE == 1:
             return np.clip(overlay, 0, 64) / np.float32(64)
-        tail = seeds.hash32(self.seed + stream + 100000, index).astype(np.float32)
+        tail = steps.hash32(self.seed + stream + 100000, index).astype(np.float32)
         return (overlay + np.float32(127)) / np.float32(255) / np.sqrt((tail + np.float32(1)) / np.float32(4294967296))
 
     def vector(self, name, layer=0):

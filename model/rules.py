@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from model import steps
+
 # The operations besides casts; integers wrap, floats are IEEE, rounded once to nearest, never contracted. trunc: int32
 # of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32 d, toward
 # zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
@@ -22,6 +24,24 @@ i64 = np.int64
 u64 = np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
 DITHER_STREAM = 1 << 31      # of the dither of the head's errors
+
+ADAMW = 0
+SGD = 1
+MUON = 2
+ZTEST = 3
+
+# Muon (SPEC 9). It has the same bits on every machine, because every sum is one chain of fma in a fixed order.
+MUON_ROUNDS = 5
+MUON_PARTS = 1024
+MUON_EPS = 1e-7
+MUON_SIZE = 0.2
+MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
+# The float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON (size is then the length
+# of a step), or ZTEST (lr is then the smallest vote that moves a weight, a whole number)
+Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size")
+# How tokens are drawn (SPEC 10): temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept;
+# penalty float32: logit units taken once from every token seen
+Sampling = namedtuple("Sampling", "temp floor penalty")
 
 
 def draw_rules(jit, gaussian):
@@ -371,6 +391,83 @@ def uniform_noise(draws, mask, gaussian):
         magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
         return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
     return term(0, 1) + term(5, 6) + term(10, 11) if gaussian else term(0, 1)
+
+
+def chunk_fitness(losses, cfg):
+    """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk. The mean
+    filter raises the mean in logit units to its power; the unit of the losses of LOSS = "exact" is 1/256 of that."""
+    d = losses[1::2] - losses[0::2]
+    if cfg.FAST_FITNESS:
+        return np.sign(d).astype(np.int8)
+    if cfg.CHUNK_MEAN_FILTER:
+        m = float(np.mean(d, dtype=np.float64)) / cfg.LOSS_SCALE
+        if m != 0:
+            m = math.copysign(abs(m) ** cfg.CHUNK_MEAN_EXPONENT, m)
+        d = d + int(m * cfg.LOSS_SCALE)
+    if not cfg.USE_ADAPTIVE_THRESHOLD:
+        return np.sign(d).astype(np.int8)
+    threshold = np.mean(np.abs(d), dtype=np.float64) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
+    return np.where(np.abs(d) < threshold, 0, np.where(d > 0, 1, -1)).astype(np.int8)
+
+
+def unpacked_digits(packed, count):
+    """int8 [count] from packed bytes. Raises ValueError, see steps.check_digits."""
+    return np.frombuffer(steps.unpack_digits(packed, count), np.int8)
+
+
+def large(x, least):
+    """int8: the signs of integers of at least this size, else 0."""
+    return (x >= least).view(np.int8) - (x <= -least).view(np.int8)
+
+
+def least_vote_by_chance(cfg, alpha):
+    """int: the size of vote that about a share `alpha` of the weights reaches by chance: |vote| * 16 >= t *
+    isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
+    import statistics               # here, because a coordinator starts without it
+    t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
+    return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
+
+
+def update_constants(cfg, lr, t):
+    """The Optimizer constants of one Tensor; lr: cfg.learning_rate of the step."""
+    rule = MUON if cfg.USE_MUON and t.hidden else {"adamw": ADAMW, "sgd": SGD, "ztest": ZTEST}[cfg.OPTIMIZER]
+    scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
+    rate = np.float32(lr) * np.float32(scale)
+    if rule == SGD:
+        rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
+    elif rule == ZTEST:
+        rate = np.float32(least_vote_by_chance(cfg, lr))
+    decays = t.matrix or cfg.PERTURB == "weights"       # with noise on activations nothing votes on norms
+    beta1 = np.float32(cfg.ADAM_BETA1)
+    beta2 = np.float32(cfg.ADAM_BETA2)
+    return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,
+                     one_less_beta2=np.float32(1) - beta2, eps=np.float32(cfg.ADAM_EPS),
+                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays else 0),
+                     momentum=np.float32(cfg.MUON_MOMENTUM),
+                     size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+
+
+def muon_coefficients(cfg):
+    """float32 a, b, c of the Newton-Schulz iteration."""
+    return tuple(map(np.float32, MUON_COEFFICIENTS[cfg.MUON_NS]))
+
+
+def sampling_settings(cfg, temp=None, min_p=None, penalty=None):
+    """Sampling settings in the kernels' units; None: the configuration's. Penalty in nats."""
+    temp = cfg.SAMPLING_TEMP if temp is None else temp
+    min_p = cfg.SAMPLING_MIN_P if min_p is None else min_p
+    penalty = cfg.SAMPLING_PRESENCE_PENALTY if penalty is None else penalty
+    unit = np.float32(cfg.SOFTMAX_EXP_SCALE)
+    floor = int(np.float32(np.log(np.float32(min_p))) * unit) if min_p > 0 else -(1 << 31)
+    return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))
+
+
+def checked_prompt(cfg, prompt):
+    """int32 [n]: the tokens of a prompt. Raises ValueError for one that is empty or not of this vocabulary."""
+    prompt = np.array(prompt, np.int64).ravel()
+    if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
+        raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
+    return prompt.astype(np.int32)
 
 
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------

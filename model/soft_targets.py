@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from model import rules
-from model.seeds import hash32
+from model.steps import hash32
 
 
 # The tokens that follow every context: first, size uint32 [n], tokens as the data. Those that follow the context before

@@ -1,34 +1,24 @@
-"""Noise on activations in random configurations: the plain reading, its update included, against every instruction set
-of the CPU engine that this machine has; on a machine with a GPU the CPU engine against the CUDA engine with each of its
-instructions. By hand: python -m tests.activations_compared."""
+"""Noise on activations in random configurations: the plain reading, its update included, in the place of an engine."""
 
-import argparse
-import concurrent.futures
 import functools
 import hashlib
-import json
 import math
-import os
-import subprocess
-import sys
 from collections import namedtuple
 from unittest import mock
 
 import numpy as np
 
 import egg_config
-from engine import hardware, simd
-from model import (activations, fitness_digits, integer_tables, parameters, rules, seeds, soft_targets,
-                   state_digest)
+from engine import hardware
+from model import activations, integer_tables, parameters, rules, soft_targets, steps
 from model.reading import Reading, clip, divide
 
-SEEDS = range(1000, 1100)      # every third one has the recurrent model
-STEPS = 3
 GPU_KINDS = "wgmma", "mma"
 
 
 def random_configuration(seed, widest=128):
-    """(Config, training tokens) drawn by a seed: few enough sequences for the plain reading."""
+    """(Config, training tokens) drawn by a seed, every third one with the recurrent model: few enough sequences for the
+    plain reading."""
     rng = np.random.default_rng(seed)
 
     def one_of(*values):
@@ -223,7 +213,7 @@ def head_errors(cfg, seed, z, targets, weight):
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
-    words = seeds.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
+    words = steps.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
     random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
     whole = weights.sum(1, keepdims=True) * targets.shape[1]
     parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
@@ -248,11 +238,11 @@ class PlainEngine:
 
         with mock.patch.object(Reading, "stored", lambda _, t: stored(t)):
             digits, loss = chunk_votes(self.cfg, state, self.tokens, self._followers.at_step(state.step), first)
-        return fitness_digits.pack_ternary(digits), loss
+        return steps.pack_digits(digits), loss
 
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
-        digits = fitness_digits.unpack_ternary(fitness, cfg.STEP_DIGITS)
+        digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
         votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
         f, rate = np.float32, np.float32(cfg.learning_rate(state.step))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
@@ -268,14 +258,14 @@ class PlainEngine:
             acc = np.where(moved != w, acc - (moved - w).astype(f), np.clip(acc, f(-1), f(1)))
             state.moments[t.span] = np.stack([m, v, acc], 1)
             changed += np.count_nonzero(moved != w)
-        state.seed, state.step = seeds.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
+        state.seed, state.step = steps.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
         return changed
 
     def digest(self):
-        return state_digest.of_state(self.whole)
+        return parameters.digest_of(self.whole)
 
 
-def course(engine, steps=STEPS):
+def course(engine, steps=3):
     """[what each step gave]: of every chunk a hash of its digits and its loss; weights changed; digest of the state."""
     told = []
     for _ in range(steps):
@@ -295,54 +285,3 @@ def engine_of(kind, seed):
         return cuda_engine.CudaEngine(cfg.changed(TENSOR_CORES=kind), tokens)
     from engine import cpu_engine
     return cpu_engine.CpuEngine(cfg.changed(SIMD=kind), tokens, threads=1 + seed % min(2, hardware.cores()))
-
-
-def kinds_here():
-    """Those to compare on this machine: the first one is right."""
-    if not hardware.driver()[1]:
-        return ["plain", *simd.available()]
-    from engine import cuda_engine
-    return [simd.available()[0], *GPU_KINDS[not cuda_engine.card(0)[0]:]]
-
-
-def told_by(kind, chosen):
-    """{seed: course} of a kind, in a process of its own, because numba compiles for one kind."""
-    command = [sys.executable, "-m", "tests.activations_compared", "--kind", kind, *map(str, chosen)]
-    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}    # small products, and every kind has a core
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
-    return dict(map(json.loads, done.stdout.splitlines()))
-
-
-def compare(chosen):
-    """Prints a line for each seed; how many of them differ or are missing."""
-    kinds, wrong = kinds_here(), 0
-    with concurrent.futures.ThreadPoolExecutor(min(len(kinds), hardware.cores())) as pool:
-        right, *others = pool.map(lambda kind: told_by(kind, chosen), kinds)
-    for seed in chosen:
-        bad = [kind for kind, told in zip(kinds[1:], others) if seed not in right or told.get(seed) != right[seed]]
-        wrong += bool(bad)
-        print(f"{seed}: {' and '.join(bad) + f' NOT as {kinds[0]}' if bad else 'equal'}", flush=True)
-        for kind, told in zip(kinds, (right, *others)):
-            if bad:
-                print(f"    {kind}: {told.get(seed)}")
-    print(f"{', '.join(kinds)}: {len(chosen) - wrong} of {len(chosen)} configurations equal in {STEPS} steps")
-    return wrong
-
-
-def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.activations_compared", description=__doc__)
-    parser.add_argument("--kind", help="print what this kind gives (plain, or an instruction set), compare nothing")
-    parser.add_argument("seeds", type=int, nargs="*", help=f"only these (default: {SEEDS[0]} to {SEEDS[-1]})")
-    args = parser.parse_args()
-    chosen = args.seeds or SEEDS
-    if not args.kind:
-        return int(compare(chosen) > 0)
-    if args.kind in GPU_KINDS:
-        from engine import cuda_engine
-        cuda_engine.COMPILERS = 1                            # this process is one of many
-    for seed in chosen:
-        print(json.dumps([seed, course(engine_of(args.kind, seed))]), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,8 @@ CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0)
 
 def kernels_for(cfg, cc=(9, 0)):
     """engine.cuda_engine.kernels for a configuration on a card: (forward, its own kernels, {verb: [Kernel]})."""
-    from numba import uint32
-
     from engine import cuda_engine
-    return cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024, uint32)
+    return cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024)
 
 
 def kernels_of(cfg, cc, verbs=("load", "step", "validate", "write", "digest")):

@@ -1,6 +1,5 @@
 """Fixtures that several test files use."""
 
-import collections
 import concurrent.futures
 import contextlib
 import fcntl
@@ -113,10 +112,8 @@ def certificates(tmp_path_factory):
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
-SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
-LONG = ("test_kernels_compile", "test_an_archipelago_survives_chaos",
-        "test_recorded_default_configuration", "test_chaos_changes_no_bit",
-        "test_recorded_run_with_the_instructions_of_any_processor", "test_nothing_is_compiled_once_the_clock_runs",
+LONG = ("test_kernels_compile", "test_recorded_default_configuration", "test_chaos_changes_no_bit",
+        "test_every_kind_gives_the_same_bits", "test_nothing_is_compiled_once_the_clock_runs",
         "test_ctrl_c_early_leaves_no_traceback")
 
 
@@ -178,15 +175,4 @@ def cpu_compiled(comparisons):
 @pytest.fixture
 def compared(request, constants, seed, comparisons):
     """What differs between the engines on a configuration: text, empty where nothing does."""
-    wrong, SECONDS[request.node.nodeid] = comparisons[1][request.node.nodeid].result()
-    return wrong
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Where the time of the comparisons went."""
-    if SECONDS:
-        parts = sum(map(collections.Counter, SECONDS.values()), collections.Counter())
-        terminalreporter.section("seconds of the comparisons, all processes together")
-        terminalreporter.line(", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items()))
-        for name in sorted(SECONDS, key=lambda name: -sum(SECONDS[name].values()))[:8]:
-            terminalreporter.line(f"{name}: {', '.join(f'{part} {s:.1f}' for part, s in SECONDS[name].items())}")
+    return comparisons[1][request.node.nodeid].result()

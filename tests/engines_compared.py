@@ -1,12 +1,11 @@
 """The comparison of both engines on one configuration."""
 
-import time
 from unittest import mock
 
 import numpy as np
 
 import egg_config
-from model import parameters, sampling
+from model import parameters, rules
 from compiling import CARDS
 from coordinators import until
 from fakes import any_fitness, step_alone
@@ -56,17 +55,17 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
     seen["validation"] = engine.validate(windows)
     seen["tokens"] = list(engine.generate(prompt, count, seed, **settings))
     written, seeds = texts.copy(), np.arange(seed, seed + len(texts), dtype=np.uint32) // 2
-    engine.write(written, lengths, seeds, sampling.settings(cfg, **settings))
+    engine.write(written, lengths, seeds, rules.sampling_settings(cfg, **settings))
     seen["texts"] = written.tolist()
     return seen, engine.state()
 
 
 def compare(constants, seed, ready):
-    """Both engines on one configuration, with numbers drawn by `seed`: (what differs between them, as text that is
-    empty if nothing does; {part: seconds}). ready: see compile_cpu_engine."""
+    """Both engines on one configuration, with numbers drawn by `seed`: what differs between them, as text that is empty
+    if nothing does. ready: see compile_cpu_engine."""
     from engine import cpu_engine, cuda_engine
     cuda_engine.COMPILERS = 1                                   # this process is one of many
-    rng, seconds = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
     cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200)
     if cfg.SOFT_TARGETS:                                        # of few kinds, so that contexts come back
@@ -84,16 +83,8 @@ def compare(constants, seed, ready):
     verbs = dict(start=start, windows=windows, prompt=prompt, count=24 + min(2 * cfg.SEQ_LEN, 100), seed=seed + 1,
                  settings=settings, texts=texts, lengths=rng.integers(1, 12, len(texts)))
 
-    def timed(part, call, *arguments, **more):
-        began = time.monotonic()
-        result = call(*arguments, **more)
-        seconds[part] = time.monotonic() - began
-        return result
-
     gpu = cuda_engine.CudaEngine(cfg, tokens)
-    got, end = timed("GPU", course, gpu, **verbs)
-    seconds["compiling"] = gpu.compile_seconds
-    seconds["GPU"] = max(0.0, seconds["GPU"] - gpu.compile_seconds)
+    got, end = course(gpu, **verbs)
     others, limit, kib = [], cuda_engine.ptx.shared_limit, list(CARDS.values())[seed // 2 % len(CARDS)]
     # in the tiles of a card with so much shared memory
     if seed % 2:                                                 # compiling takes most of the time
@@ -102,10 +93,9 @@ def compare(constants, seed, ready):
         for state in start, end:                                 # the first and a later state
             other.load(state)
             others.append((state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
-        seconds["compiling, other"] = other.compile_seconds
-    timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 400)
+    until((ready / cfg.MODEL).exists, 400)
     cpu = cpu_engine.CpuEngine(cfg, tokens, threads=1)
-    want, _ = timed("CPU", course, cpu, **verbs)
+    want, _ = course(cpu, **verbs)
     (nats, count), (nats_gpu, count_gpu) = want.pop("validation"), got.pop("validation")
     wrong = [what for what in want if want[what] != got[what]]
     if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
@@ -116,4 +106,4 @@ def compare(constants, seed, ready):
         cpu.load(state)
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
             wrong.append(f"losses of step {state.step} with {OTHER_INSTRUCTIONS} in tiles of {kib} KiB")
-    return ", ".join(wrong), seconds
+    return ", ".join(wrong)

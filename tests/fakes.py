@@ -12,8 +12,9 @@ import numpy as np
 from numpy import int8
 
 import egg_config
-from model import data_files, parameters, seeds, state_digest, ternary
-from model.fitness_digits import chunk_fitness, pack_ternary, unpack_ternary
+from model import data_files, parameters, rules, steps
+from model.rules import chunk_fitness
+from model.steps import pack_digits
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
@@ -29,7 +30,7 @@ REWARDED = dict(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=4, L
 
 def any_fitness(cfg, rng):
     """bytes: random digits of a step, packed; rng: a generator, or its seed."""
-    return pack_ternary(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(int8))
+    return pack_digits(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(int8))
 
 
 class FakeEngine:
@@ -60,11 +61,11 @@ class FakeEngine:
     def digest(self):
         """That of state(), of which only the first words change until another one is loaded."""
         state = self.state()
-        digest = state_digest.Digest(state.step, state.seed)
+        digest = parameters.Digest(state.step, state.seed)
         digest.update(state.weights[:16].data)
         first = np.array(digest._sums, np.uint64)
         if self.rest is None:
-            self.rest = np.frombuffer(state_digest.of_state(state), np.uint64) - first
+            self.rest = np.frombuffer(parameters.digest_of(state), np.uint64) - first
         return (self.rest + first).tobytes()
 
     def evaluate(self, first, count):
@@ -72,12 +73,12 @@ class FakeEngine:
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
         seed, size = self.seed + zlib.crc32(self.weights), parameters.n_weights(self.cfg)
-        losses = (seeds.hash32(seed, np.arange(first, first + count, dtype=np.uint64)) % 1000).astype(np.int64)
+        losses = (steps.hash32(seed, np.arange(first, first + count, dtype=np.uint64)) % 1000).astype(np.int64)
         if self.cfg.PERTURB == "weights":
             return losses
-        digits = (seeds.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(int8) - int8(1)
+        digits = (steps.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(int8) - int8(1)
         digits[size:] = 0
-        return pack_ternary(digits), int(losses.sum())
+        return pack_digits(digits), int(losses.sum())
 
     def begin(self, first, count):
         pass
@@ -86,10 +87,10 @@ class FakeEngine:
         return False
 
     def update(self, fitness):
-        ternary.check(fitness, self.cfg.STEP_DIGITS)
+        steps.check_digits(fitness, self.cfg.STEP_DIGITS)
         digest = zlib.crc32(fitness, zlib.crc32(self.weights))
         self.weights = np.maximum(np.frombuffer(digest.to_bytes(4, "little") * 2, int8), -127)   # a State has no -128
-        self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
+        self.seed, self.step = steps.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
     def validate(self, windows):
@@ -116,9 +117,9 @@ def step_alone(engine):
     size = engine.cfg.CHUNK_SIZE
     found = [engine.evaluate(first, size) for first in range(0, engine.cfg.POPULATION_SIZE, size)]
     if engine.cfg.PERTURB == "weights":
-        found = [(pack_ternary(chunk_fitness(losses, engine.cfg)), losses) for losses in found]
+        found = [(pack_digits(chunk_fitness(losses, engine.cfg)), losses) for losses in found]
     packed, losses = zip(*found)
-    fitness = ternary.join(packed, engine.cfg.CHUNK_DIGITS)
+    fitness = steps.join_digits(packed, engine.cfg.CHUNK_DIGITS)
     return fitness, np.hstack(losses), engine.update(fitness)
 
 
@@ -161,8 +162,8 @@ class Dice(random.Random):
         return super().uniform(low, high)
 
 
-GOOD = pack_ternary(np.ones(16, int8))
-GOOD_STEP = pack_ternary(np.ones(CFG.N_PAIRS, int8))
+GOOD = pack_digits(np.ones(16, int8))
+GOOD_STEP = pack_digits(np.ones(CFG.N_PAIRS, int8))
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 SECRET = b"sixteen bytes or more"
 
@@ -196,7 +197,7 @@ class Lying:
         if not isinstance(found, tuple):
             return found[::-1].copy()
         packed, loss = found
-        return pack_ternary(-unpack_ternary(packed, 5 * len(packed))), loss
+        return pack_digits(-rules.unpacked_digits(packed, 5 * len(packed))), loss
 
 
 class Liar(Lying, FakeEngine):
@@ -236,4 +237,4 @@ def begin_together(engines):
         engine.evaluate = functools.partial(first, engine)
 
 
-BAD = pack_ternary(-np.ones(16, int8))
+BAD = pack_digits(-np.ones(16, int8))

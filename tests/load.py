@@ -1,7 +1,6 @@
-"""Load on a coordinator, over loopback: `python -m tests.load [--workers N]` simulates workers of protocol 2, without
-computing, and prints what the coordinator did."""
+"""Load on a coordinator, over loopback: `python -m tests.load [WORKERS [SECONDS [SECONDS OF A CHUNK]]]` simulates
+workers of protocol 2, without computing, and prints what the coordinator did."""
 
-import argparse
 import os
 import pathlib
 import random
@@ -21,12 +20,12 @@ from fakes import changed                                        # noqa: E402
 CFG = changed(POPULATION_SIZE=32 * 8000, SNAPSHOT_EVERY=0)
 
 
-def measure(directory, workers, seconds, chunk_seconds):
+def measure(directory, workers=1000, seconds=20, chunk_seconds=0.2):
     """dict of results/s, answer times, memory and CPU of a coordinator process; a worker takes chunk_seconds for a
     chunk. An answer time is that from asking for work to having a chunk."""
     process, port = coordinator_process(directory, cfg=CFG)
     try:
-        peers = [Peer2(port, CFG, name=f"w{i}") for i in range(workers)]
+        peers = [Peer2(port, CFG, name=f"w{i}") for i in range(int(workers))]
         before, answers, end = cpu_seconds(process.pid), [], time.monotonic() + seconds
         threads = [threading.Thread(target=serve, args=(peer, end, chunk_seconds, answers)) for peer in peers]
         [thread.start() for thread in threads]
@@ -62,9 +61,5 @@ def cpu_seconds(pid):
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--workers", type=int, default=1000)
-    options.add_argument("--seconds", type=float, default=20)
-    options.add_argument("--chunk-seconds", type=float, default=0.2, help="that a worker takes for a chunk")
     with tempfile.TemporaryDirectory() as place:
-        print(measure(place, **vars(options.parse_args())))
+        print(measure(place, *map(float, sys.argv[1:])))

@@ -5,7 +5,7 @@ from numpy import float32, int64
 import pytest
 
 import egg_config
-from model import fitness_digits, integer_tables, parameters, seeds
+from model import integer_tables, parameters, rules, steps
 from model.reading import Reading
 
 
@@ -27,18 +27,13 @@ def as_data(cfg, tokens):
     return tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
-def member_reading(cfg, state, member, kind=Reading):
-    """The plain reading of a member of the State's step."""
-    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
-
-
 def plain_losses(cfg, state, windows, count, kind=Reading):
     """[int]: the losses of the first members of the State's step, over the windows of their pairs. A window begins with
     the tokens before it, and ends with its soft targets, where the configuration has such."""
     losses = []
     for member in range(count):
         before, window, drawn = np.split(windows[member // 2], np.cumsum([cfg.STATE_TOKENS, cfg.SEQ_LEN + 1]))
-        clean, reading = kind(cfg, state), member_reading(cfg, state, member, kind)
+        clean, reading = kind(cfg, state), kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
         if before.size:
             clean.hidden(before)
         reading.carried = clean.carried
@@ -63,7 +58,7 @@ def shaken(engine, rng, step=0):
 
 def votes_on(cfg, state, t, fitness):
     """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. fitness: bytes, packed."""
-    digits = fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS)
+    digits = rules.unpacked_digits(fitness, cfg.N_PAIRS)
     reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, int64)
     for q in np.flatnonzero(digits):
         a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(int64)
@@ -77,13 +72,6 @@ def nats(cfg, z, targets):
     """float: what targets [n] cost with logits z [n, V]."""
     z = z / cfg.SOFTMAX_EXP_SCALE
     return (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), targets]).sum()
-
-
-def hold_validation_against_the_reading(engine, windows, kind=Reading):
-    cfg, windows = engine.cfg, np.array(windows)
-    want = sum(nats(cfg, kind(cfg, engine.state()).logits(window[:-1]), window[1:]) for window in windows)
-    got, count = engine.validate(windows)
-    assert count == windows[:, 1:].size and got == pytest.approx(want, rel=1e-9)
 
 
 def random_config(rng, **more):
@@ -101,6 +89,22 @@ def random_config(rng, **more):
                     SOFTMAX_LUT_SIZE=rng.choice([40, 128, 256]), LOSS=rng.choice(["deggs", "exact"]),
                     USE_SAME_DATA=rng.integers(2), CHUNK_MEAN_FILTER=rng.integers(2),
                     USE_ADAPTIVE_THRESHOLD=rng.integers(2), OPTIMIZER=rng.choice(["adamw", "sgd"]))
+    return egg_config.make(**{**plain(settings), **more})
+
+
+def random_gru(rng, **more):
+    """The same of the recurrent model."""
+    gaussian, group = rng.integers(2), rng.choice([2, 4, 8])
+    settings = dict(MODEL="gru", HIDDEN_DIM=32 * rng.integers(2, 6), N_LAYERS=rng.integers(1, 3),
+                    SEQ_LEN=rng.integers(8, 20), STATE_TOKENS=rng.choice([0, 1, 7, 30]),
+                    VOCAB_SIZE=rng.choice([256, 300, 512]), CHUNK_SIZE=8, POPULATION_SIZE=8 * rng.integers(1, 4),
+                    GROUP_SIZE=group, MLP_RELU=rng.integers(2), LOSS="exact",
+                    ADAPTIVE_NOISE_MODE=rng.choice([0, 1, 2]), DEVICE_GAUSSIAN=gaussian, HOST_GAUSSIAN=1,
+                    HOST_MASK=rng.choice([15, 42]), DEVICE_MASK=rng.integers(1, 43 if gaussian else 128),
+                    SIGMA_SHIFT=rng.integers(0, 6), SIGMA_SHIFT_VECTOR=rng.integers(4, 9),
+                    FIXED_POINT=rng.choice([4, 4, 3, 5]), SOFTMAX_EXP_SCALE=rng.choice([23.0, 16.0]),
+                    OPTIMIZER=rng.choice(["ztest", "adamw", "sgd"]), USE_CLT=rng.integers(2),
+                    FAST_FITNESS=rng.integers(2), NOISE_REUSE=rng.choice([0, 1, 2]))
     return egg_config.make(**{**plain(settings), **more})
 
 
@@ -129,7 +133,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = steps.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 
@@ -146,22 +150,26 @@ def settings_of(rng):
             dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
 
 
-def hold_draws_against_the_distribution(engine_type):
-    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
-    1 - 1e-4."""
-    cfg = egg_config.make(**TINY, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
-    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
-    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
-    draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
-    counts = np.bincount(draws, minlength=cfg.VOCAB_SIZE)
-    expected = 4000 * weights / weights.sum()
-    assert not counts[weights == 0].any()
-    common = expected >= 5
-    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
-    free = len(counts) - 1
-    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
-    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
-    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
+def hold_against_the_reading(engine, rng, kind=Reading):
+    """An engine with drawn weights: losses, a validation, a text beyond SEQ_LEN by drawn settings, and texts that are
+    written together, which are those that are written alone."""
+    cfg, state = engine.cfg, shaken(engine, rng, rng.integers(9))
+    windows = rules.windows(cfg, engine.tokens, state.step, 0, 4)
+    assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6, kind)
+    # of all tokens, and of few, so that the recurrent model is reset
+    windows = rng.integers(0, [[cfg.VOCAB_SIZE], [9]], (2, cfg.SEQ_LEN + 1))
+    want = sum(nats(cfg, kind(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
+    assert engine.validate(windows) == (pytest.approx(want, rel=1e-9), windows[:, 1:].size)
+    settings, prompt = settings_of(rng), rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
+    text = [*engine.generate(prompt, cfg.SEQ_LEN + 9, 70, **settings)]
+    assert len(text) == cfg.SEQ_LEN + 9
+    hold_text_against_the_reading(engine, prompt, text, 70, kind, **settings)
+    count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
+    texts, lengths = rng.integers(0, 5, (count, room)).astype(np.int32), rng.integers(1, 8, count)
+    numbers = rng.integers(0, 1 << 32, count).astype(np.uint32)
+    engine.write(texts, lengths, numbers, rules.sampling_settings(cfg, **settings))
+    for text, n, number in zip(texts, lengths, numbers):
+        assert text[n:].tolist() == [*engine.generate(text[:n], room - n, int(number), **settings)]
 
 
 SMALL = dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,

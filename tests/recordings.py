@@ -11,7 +11,7 @@ import numpy as np
 import pyzstd
 
 import egg_config
-from model import fitness_digits, parameters
+from model import parameters, rules, steps
 from fakes import step_alone
 from readings import equal
 
@@ -24,12 +24,6 @@ def python(*arguments, cwd=HERE, **environ):
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
     return done.stdout
-
-
-def simulated(code, *arguments, cwd, **environ):
-    """Runs Python code in which CUDA kernels run in Python, thread by thread."""
-    python("-c", f"import simulator\n{code}", *arguments, cwd=cwd, NUMBA_ENABLE_CUDASIM="1",
-           PYTHONPATH=f"{HERE}{os.pathsep}{HERE / 'tests'}", **environ)
 
 
 def write_decoding(path, pieces):
@@ -67,7 +61,7 @@ def hold_against_recording(engine_type, name):
     for k in range(6):
         fitness, losses, changed = step_alone(engine)
         equal(losses, z["loss"][k], f"losses of step {k}")
-        equal(fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS), z["fitness"][k], f"fitness of step {k}")
+        equal(rules.unpacked_digits(fitness, cfg.N_PAIRS), z["fitness"][k], f"fitness of step {k}")
         assert changed == z["updates"][k]
         state = engine.state()
         equal(state.overlay, z["scales"][k])
@@ -87,9 +81,9 @@ def recorded_updates(engine, step, hold):
     cfg, tokens, z = golden("E")
     later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
     for k in range(engine.step, step):
-        fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        fitness = rules.unpacked_digits(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
-        engine.update(fitness_digits.pack_ternary(fitness))
+        engine.update(steps.pack_digits(fitness))
         hold(engine.state(), k)
 
 

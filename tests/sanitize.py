@@ -11,33 +11,30 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import fitness_digits, rules, sampling
+from model import rules, steps
 
 # Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
 # blocks, so that few members give each a second tile.
+GRU = dict(MODEL="gru", VOCAB_SIZE=300, SEQ_LEN=12)
+ACTIVATIONS = dict(PERTURB="activations", GROUP_SIZE=6, CHUNK_SIZE=18, ADAPTIVE_NOISE_MODE=0)
+EXACT = dict(LOSS="exact", SOFT_TARGETS=((0, 1),))
+SMALL = dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8)
+DEFAULT = dict(VOCAB_SIZE=300, CHUNK_SIZE=24)
 CONFIGURATIONS = {
-    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2),
-    "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=24),
-    "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=24, TENSOR_CORES="mma"),
-    "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",
-                   SOFT_TARGETS=((0, 1),)),
-    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=12),
-    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
-                OPTIMIZER="ztest"),
-    "gru, wide": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
-                         SOFT_TARGETS=((0, 1),)),
-    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
-                      ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFT_TARGETS=((0, 2),)),
-    "activations": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, GROUP_SIZE=64,
-                        CHUNK_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
-                        SOFT_TARGETS=((0, 2),)),
-    "activations of a transformer": dict(PERTURB="activations", HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=24, VOCAB_SIZE=300,
-                                         GROUP_SIZE=6, CHUNK_SIZE=18, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
-                                         SOFT_TARGETS=((0, 1),)),
-    "activations, mma": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=96, SEQ_LEN=13, VOCAB_SIZE=301,
-                             GROUP_SIZE=6, CHUNK_SIZE=18, STATE_TOKENS=5, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0,
-                             TENSOR_CORES="mma"),
+    "general": SMALL,
+    "switches": dict(SMALL, HIDDEN_DIM=64, USE_MUON=1, NTT_MODE=2),
+    "default": DEFAULT,
+    "default, mma": dict(DEFAULT, TENSOR_CORES="mma"),
+    "mode 2": dict(EXACT, VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2),
+    "wide": dict(DEFAULT, HIDDEN_DIM=576, SEQ_LEN=72, CHUNK_SIZE=12),
+    "gru": dict(GRU, HIDDEN_DIM=64, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
+    "gru, wide": dict(GRU | EXACT, HIDDEN_DIM=320, CHUNK_SIZE=20),
+    "gru, fast": dict(GRU | EXACT, HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
+                      ADAPTIVE_NOISE_MODE=0),
+    "activations": dict(GRU | ACTIVATIONS | EXACT, HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, GROUP_SIZE=64,
+                        CHUNK_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1),
+    "activations of a transformer": dict(SMALL | ACTIVATIONS | EXACT, SEQ_LEN=24),
+    "activations, mma": dict(GRU | ACTIVATIONS, HIDDEN_DIM=96, STATE_TOKENS=5, HOST_GAUSSIAN=1, TENSOR_CORES="mma"),
 }
 BLOCKS = 3
 PROGRAM = f"from kernels import transformer; transformer.MOST_BLOCKS = {BLOCKS}; " \
@@ -57,11 +54,11 @@ def evaluation(engine):
 def every_verb(engine, tokens, rng):
     """int32 [34, 12]: the texts that an engine writes; it does all else once, but evaluation."""
     cfg = engine.cfg
-    engine.update(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
+    engine.update(steps.pack_digits(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
-    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg))
+    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), rules.sampling_settings(cfg))
     engine.load(engine.state())
     return texts
 

@@ -1,4 +1,5 @@
-"""Who is let in: addresses, secrets, TLS, limits, names."""
+"""Who is let in: addresses, secrets, TLS, limits, names. And what one peer cannot take from the others: memory, time,
+connections."""
 
 import hmac
 import os
@@ -6,7 +7,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
+from contextlib import suppress
+from json import dumps
+from threading import Thread
 from unittest import mock
 
 from pytest import mark, raises
@@ -14,11 +19,12 @@ from pytest import mark, raises
 import egg
 import egg_config
 import egg_net
-from cluster import auth, hub, status, wire
+from cluster import admission, auth, hub, link, status, wire
 from cluster.auth import (Access, AuthError, client_tls, key_of, listen_host,
                           read_secret, server_tls, whole_secret)
-from cluster.wire import HELLO, JOB_REQUEST, V2, frame
-from coordinators import Peer, Peer2, Server, listening, refused, turned_away, until, whole
+from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, V2, frame
+from commands import fails, process
+from coordinators import Peer, Peer2, Server, listening, named, refused, turned_away, until, whole
 from fakes import CFG, FakeEngine, SECRET, changed, expected
 from recordings import HERE
 
@@ -69,7 +75,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
         assert honest.chunk(0) == 0
     told = [line for line in server.said.splitlines() if line.startswith("refused")]
     assert len(told) == 4, told
-    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret",
+    for words in ("wrong secret", "it does not believe our proof", "protocol 1 has no secret",
                   "JOB_REQUEST before the introduction"):
         assert sum(words in line for line in told) == 1
 
@@ -136,18 +142,18 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
-    """A forgotten preset, on either side; else the constants, with their values where they are unset."""
+    """The constants, with their values where they are unset, and what both sides have to be given."""
+    advice = ": give both the same --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
-        turned_away("the coordinator's constants are those of --preset laptop-bytes: give it to the worker too$",
-                    server, default)
+        turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
+                    + advice, server, default)
         turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
-                    r"at the coordinator, \[\] at the worker$", server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+                    r"at the coordinator, \[\] at the worker" + advice,
+                    server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
     with Server(tmp_path, default, access=Access(SECRET)) as server:
-        turned_away("configuration: the worker's constants are those of --preset laptop-bytes: give it to the "
-                    "coordinator too", server, laptop, secret=SECRET)
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
-                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$",
+                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,
                     server, secret=SECRET, config={**laptop.saved(), "CREDIT": 9})
 
 
@@ -226,3 +232,81 @@ def test_names_that_cannot_have_a_key_are_one_line(name, capsys, monkeypatch):
     monkeypatch.setenv("EGG_SECRET", "a secret that is long enough")
     assert egg.main(["key", name]) == 2
     assert "cannot be the name of a key" in capsys.readouterr().err
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+def test_a_flood_of_frames_fills_no_memory_and_keeps_nobody_waiting(server):
+    """A turn takes a few frames of each, and nobody is read from while a frame of theirs is unhandled."""
+    flooding, honest = named(server, "flooding", "honest")
+    flooding.chunk(0)
+    theirs = server.worker("flooding").session
+    Thread(target=pour, args=(flooding.link.sock, HEARTBEATS * 2_000_000), daemon=True).start()
+    until(lambda: theirs.inbox)
+    for _ in range(3):
+        started = time.process_time()                            # which a busy machine does not lengthen
+        honest.works(0)
+        assert time.process_time() - started < 0.5
+        assert len(theirs.inbox) <= 2 * hub.Connection.PIECE
+
+
+def test_a_flood_of_a_coordinator_fills_no_memory_of_a_worker():
+    with listening(lambda sock: pour(sock, frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 400_000)) as port:
+        ours = link.Link(CFG, "127.0.0.1", port)                 # of version 1: no introduction
+        until(lambda: ours.check() or ours.inbox)                # it has begun
+        for _ in range(2000):
+            ours.check()                                         # between slices of a chunk
+        assert 0 < len(ours.inbox) <= 1 << 17
+        ours.close()
+
+
+HEARTBEATS = frame(HEARTBEAT, version=V2)
+
+
+def pour(sock, data):
+    with suppress(OSError):
+        sock.sendall(data)
+
+
+# --- floods -----------------------------------------------------------------------------------------------------------
+
+def test_connections_without_proof_keep_no_worker_out(tmp_path):
+    with Server(tmp_path) as server:
+        half = [server.connect() for _ in range(1000)]
+        started = time.monotonic()
+        for sock in half[::2]:
+            pour(sock, frame(HELLO, bytes(32), version=V2))
+        peers = Peer2(server), Peer(server)
+        assert [peer.chunk(0) for peer in peers] == [0, 32]
+        assert time.monotonic() - started < 5
+        assert len(server.admission.arrivals) <= 256
+        [sock.close() for sock in half]
+        until(lambda: len(server.hub.connections) == 2)
+
+
+def test_few_files_are_one_line_at_the_start(tmp_path):
+    done = process("coordinator --port 0", python=("bash", "-c", 'ulimit -n 64; exec "$@"', "-", sys.executable),
+                   cwd=tmp_path)
+    fails(done, 1, "may open 64 files", "ulimit -n")
+
+
+# --- requests for the status ------------------------------------------------------------------------------------------
+
+def test_readers_that_do_not_read_are_disconnected(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission, "FRAME_SECONDS", 0.5)
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.5)
+    with Server(tmp_path) as server:
+        server.admission.coordinator.status = lambda: "x" * (wire.STATUS.most - 2)          # and quotes
+        readers = [Peer2(server, role="status").link for _ in range(8)]
+        assert len(readers[0].next(wire.STATUS, 60)) == wire.STATUS.most              # who reads gets it whole
+        until(lambda: not server.hub.connections)
+        assert Peer2(server).chunk(0) == 0
+
+
+@mark.parametrize("payload", [
+    b"{}", b"5", b"\xff", b"[" * 100000,
+    dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])
+def test_a_hostile_status_is_one_line(payload, monkeypatch):
+    monkeypatch.setattr(status, "Link", lambda *_: mock.Mock(next=lambda *_: payload))
+    with refused("a status that cannot be read"):
+        status.fetch_status(CFG, "127.0.0.1", 1)

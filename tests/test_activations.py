@@ -1,4 +1,5 @@
-"""Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters."""
+"""Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters. Rewards as votes on
+positions (SPEC 22): the rules against a plain writing of them, and votes of texts against plain readings."""
 
 import contextlib
 import json
@@ -8,17 +9,18 @@ import pytest
 
 import egg_config
 from cluster import history
-from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
+from activations_compared import (GPU_KINDS, course, credit, engine_of, random_configuration, step_of,
+                                  votes_of_windows)
+from engine import cpu_engine, simd
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
-from model import activations, parameters, rules
-from model.fitness_digits import unpack_ternary
+from model import activations, parameters, rules, soft_targets, steps
 from readings import equal
-from recordings import simulated
+from recordings import python
 
 CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
-COMPILED = ["compiled_activations"]                           # for conftest.py
+COMPILED = ["compiled_activations", "compiled", "compiled_gru"]                           # for conftest.py
 # for the plain reading; every third one has the recurrent model, 114 and 317 have large groups
 CHEAP = 23, 34, 49, 81, 114, 160, 168, 186, 190, 191, 195, 196, 211, 219, 290, 291, 294, 296, 317, 384
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
@@ -26,11 +28,26 @@ TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 
 @pytest.mark.parametrize("seed", CHEAP)
 def test_the_cpu_engine_steps_as_the_plain_reading(seed):
-    """The votes, and what the update makes of them. Sixty configurations, with every instruction set of this machine:
-    python -m tests.activations_compared."""
+    """The votes, and what the update makes of them."""
     want = course(engine_of("plain", seed), 2)
     assert want[0][0] != want[1][0], "digits that are not all 0"
     assert course(engine_of("auto", seed), 2) == want
+
+
+OF_KIND = """
+import json, sys
+from activations_compared import course, engine_of
+print(json.dumps([course(engine_of(sys.argv[1], int(seed))) for seed in sys.argv[2:]]))
+"""
+
+
+@pytest.mark.deep
+def test_every_instruction_set_steps_as_the_plain_reading():
+    """In a process of its own, because numba compiles for one kind."""
+    chosen = range(1000, 1012)
+    want = [course(engine_of("plain", seed)) for seed in chosen]
+    for kind in simd.available():
+        assert json.loads(python("-c", OF_KIND, kind, *chosen, PYTHONPATH="tests")) == want, kind
 
 
 def test_noise_has_one_size_and_is_independent():
@@ -50,15 +67,6 @@ def test_members_take_turns_in_the_layers():
     assert layers_of == [[0], [1], [2], [0], [1], [2]]
     outside = activations.phases(cfg)["embedding", 0]
     assert all(activations.noise(cfg, outside, number, 77, 8).any() for number in range(6))
-
-
-@pytest.mark.parametrize("amplitude", [1, 8, 63])
-def test_both_forms_of_noise_are_one(amplitude):
-    """Four outputs in a word, as the GPU takes them, and an output at a time."""
-    plain = rules.activation_rules(lambda function: function)
-    for word in map(np.uint32, (0, 0xFFFFFFFF, 0x9E3779B9)):
-        words = np.array([plain.noise_of(word, four, amplitude) for four in range(8)], np.uint32)
-        assert words.view(np.int8).tolist() == [plain.signed(word, i, np.int32(amplitude)) for i in range(32)]
 
 
 def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
@@ -95,7 +103,6 @@ def test_what_a_chunk_sends():
 
 
 def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
-    from engine import cpu_engine
     cfg = CFG.changed(AUDIT_RATE=1.0)
     *workers, late, alone = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in range(4)]
     server = cluster(tmp_path, workers, 12, cfg, save=True)
@@ -132,7 +139,7 @@ def test_protocol_1_is_refused_by_name(tmp_path):
         peer = Peer(server)
         peer.ask(0)
         assert peer.closed()
-        server.says("noise on activations (PERTURB) needs workers of protocol 2")
+        server.says("islands and noise on activations: a worker of protocol 2 is needed")
 
 
 def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
@@ -142,39 +149,6 @@ def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
     assert egg_config.make().agreed() == egg_config.make().saved()
 
 
-SIMULATED = """
-import json, sys
-import numpy as np
-from numba import cuda
-import egg_config
-from kernels import update
-cfg = egg_config.make(**json.loads(sys.argv[1]))
-packed = np.fromfile("packed", np.uint8)
-chunks = 1 if cfg.PERTURB == "weights" else cfg.N_CHUNKS
-each = packed.size // chunks
-digits = np.zeros(cfg.N_PAIRS, np.int8) if cfg.PERTURB == "weights" else np.zeros(5 * each - 3, np.int32)
-cuda.jit(update.unpack_kernel(cfg))[-(-each // 128), 128](packed, digits)
-np.save("digits.npy", digits)
-"""
-
-
-@pytest.mark.parametrize("perturb", ["weights", "activations"])
-def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
-    """Of a step's pairs, of which the last byte has too few, and the sums of three chunks' digits for the last
-    weights: a thread a byte, in six blocks of which the last one is not full."""
-    values = dict(MODEL="gru", PERTURB=perturb, HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
-                  POPULATION_SIZE=96, GROUP_SIZE=8, LOSS="exact", ADAPTIVE_NOISE_MODE=0, HOST_GAUSSIAN=1)
-    cfg = egg_config.make(**values)
-    packed, chunks = any_fitness(cfg, 3), 1 if perturb == "weights" else 3
-    np.frombuffer(packed, np.uint8).reshape(chunks, -1)[:, -700:].tofile(tmp_path / "packed")
-    simulated(SIMULATED, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    want = unpack_ternary(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
-    if perturb == "activations":
-        want = want[-3500:-3]
-    equal(np.load(tmp_path / "digits.npy"), want)
-    assert len(np.unique(want)) > 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_random_configurations_on_the_gpu(seed):
@@ -182,3 +156,108 @@ def test_random_configurations_on_the_gpu(seed):
     want = course(engine_of("auto", seed))
     for kind in GPU_KINDS[not cuda_engine.card(0)[0]:]:
         assert course(engine_of(kind, seed)) == want
+
+
+# --- rewards as votes on positions (SPEC 22) --------------------------------------------------------------------------
+
+def nearest(x, y):
+    """x / y, halves away from zero."""
+    return int(np.sign(x)) * ((2 * abs(x) + y) // (2 * y))
+
+
+def plain_advantages(earned, each):
+    more = []
+    for at in range(0, len(earned), each):
+        known = [round(65536 * x) for x in earned[at:at + each] if x is not None]
+        more += [0 if x is None else nearest(round(65536 * x) * len(known) - sum(known), len(known))
+                 for x in earned[at:at + each]]
+    some = [abs(x) for x in more if x]
+    return [int(np.sign(x)) * sum(abs(x) >= max(1, -(-(4 * level - 2) * sum(some) // (7 * len(some))))
+                                  for level in range(1, 8)) for x in more]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_advantages(seed):
+    rng = np.random.default_rng(seed)
+    cfg = random_configuration(1000)[0].changed(OBJECTIVE_TEXTS=(each := int(rng.integers(2, 9))))
+    earned = (rng.integers(0, 3, 8 * each) * 10.0 ** rng.integers(-4, 5, 8 * each) * rng.choice([1, -1])).tolist()
+    for i in rng.integers(0, len(earned), len(earned) // 4 * (seed % 2)):
+        earned[i] = None
+    earned[:each] = [earned[0]] * each                        # equal rewards
+    got = activations.advantages(cfg, earned)
+    assert got.tolist() == plain_advantages(earned, each)
+    assert not got[:each].any() and set(got) > {0} and abs(got).max() <= 7
+
+
+def test_one_text_of_eight_that_is_right_weighs_as_much_as_the_others():
+    cfg = random_configuration(1000)[0].changed(OBJECTIVE_TEXTS=8)
+    assert activations.advantages(cfg, [1.0] + 7 * [0.0] + 8 * [0.5]).tolist() == [7] + 7 * [-1] + 8 * [0]
+    assert not activations.advantages(cfg, 16 * [None]).any()
+    assert not activations.advantages(cfg, [3.0] + 15 * [None]).any()
+
+
+@pytest.mark.parametrize("share, chunks", [(0.5, 8), (0.1, 8), (0.5, 1), (0.0, 4), (1.0, 4), (0.35, 3)])
+def test_a_share_of_the_chunks_votes_from_the_data(share, chunks):
+    cfg = random_configuration(1000)[0]
+    cfg = cfg.changed(TEXT_SHARE=share, POPULATION_SIZE=chunks * cfg.CHUNK_SIZE)
+    text = [[activations.is_text(cfg, step, chunk) for chunk in range(chunks)] for step in range(400)]
+    assert abs(np.mean(text) - share) < 0.01
+    assert all(abs(sum(of_step) - share * chunks) < 1 for of_step in text)
+    for step, of_step in enumerate(text):
+        if any(of_step):
+            loss = sum(activations.text_loss(cfg, step, 1000) for _ in range(sum(of_step)))
+            assert 1000 * chunks - sum(of_step) < loss <= 1000 * chunks
+
+
+def test_texts_of_a_prompt_have_its_number_and_draws_of_their_own():
+    cfg = random_configuration(1000)[0].changed(OBJECTIVE_TEXTS=4)
+    choices, draws = activations.text_draws(cfg, (1 << 32) - 3, 8, 8)
+    want = [int(steps.hash32((1 << 32) - 3 + g & 0xFFFFFFFF, 1 << 28)) for g in (8, 12)]
+    assert choices.tolist() == 4 * want[:1] + 4 * want[1:]
+    assert draws.tolist() == [int(steps.hash32((1 << 32) - 3 + g & 0xFFFFFFFF, 1 << 29)) for g in range(8, 16)]
+
+
+def some_texts(seed):
+    """(Config, training tokens, arguments of an engine's `vote`): texts and advantages drawn by a seed."""
+    cfg, data = random_configuration(seed)
+    rng, n = np.random.default_rng(seed), cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    texts = [rng.integers(0, cfg.VOCAB_SIZE, rng.integers(3, 15)) for _ in range(n)]
+    own = [rng.random(len(text)) < 0.7 for text in texts]
+    own[0][-1] = True
+    advantages = rng.integers(-7, 8, n).astype(np.int8)
+    advantages[0] = rng.choice([-7, -2, 3])
+    windows, weights, counted = activations.text_windows(texts, own, advantages)
+    assert len(windows) == np.count_nonzero(advantages) and windows.shape[1] % 8 == 1
+    return cfg, data, (n, windows, weights, counted, float(rng.choice([0.25, 1.0, 1.5])))
+
+
+@pytest.mark.parametrize("seed", [1000, 1001, 1002, 1005, 1007])
+def test_votes_of_texts_are_those_of_the_plain_reading(seed):
+    cfg, data, (first, windows, weights, counted, temperature) = some_texts(seed)
+    engine = cpu_engine.CpuEngine(cfg, data, threads=1)
+    got = rules.unpacked_digits(engine.vote(first, windows, weights, counted, temperature), cfg.CHUNK_DIGITS)
+    reading = activations.text_reading(cfg, counted.shape[1], temperature)
+    want, _ = votes_of_windows(reading, parameters.initial_state(cfg), windows, first, weights, counted.astype(int))
+    equal(got, want)
+    assert len(np.unique(got)) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(1000, 1004))
+def test_votes_of_texts_on_the_gpu(seed):
+    from engine import cuda_engine
+    cfg, data, arguments = some_texts(seed)
+    gpu, cpu = cuda_engine.CudaEngine(cfg, data), cpu_engine.CpuEngine(cfg, data, threads=1)
+    for _ in range(2):                                       # launches, then a graph of them
+        assert gpu.vote(*arguments) == cpu.vote(*arguments)
+        assert gpu.evaluate(0, cfg.CHUNK_SIZE) == cpu.evaluate(0, cfg.CHUNK_SIZE)
+
+
+def test_text_is_a_window_of_full_weight():
+    cfg, data = random_configuration(1002)
+    cfg = activations.text_reading(cfg, cfg.SEQ_LEN, 1.0)
+    n = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    engine = cpu_engine.CpuEngine(cfg, data, threads=1)
+    windows = soft_targets.windows(cfg, data, None, 0, engine.seed, 0, n)
+    weights, counted = np.full(n, 7, np.int8), np.ones((n, cfg.SEQ_LEN), bool)
+    assert engine.vote(0, windows, weights, counted, 1.0) == engine.evaluate(0, cfg.CHUNK_SIZE)[0]

@@ -66,35 +66,43 @@ def test_a_cpu_quota_counts_as_cores(tmp_path, monkeypatch, own, files, cores):
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-@mark.parametrize("args, words", {
-    "": ["COMMAND", "--help"],
-    "tran": ["invalid choice: 'tran' (choose from 'train', 'coordinator', ", "egg.py --help"],
-    "train --minuts 3": ["unrecognized arguments: --minuts 3"],
-    "coordinator --host 0.0.0.0": ["--host 0.0.0.0 without a secret"],
-    "coordinator --tls-cert cert": ["needs both --tls-cert and --tls-key"],
-    "coordinator --island a": ["an island needs --save-dir"],
-    "worker localhost --tls-cert cert": ["needs --tls-ca"],
-    "worker localhost --secret-file none": ["--secret-file none: No such file"],
-    "worker localhost --tls-ca none": ["egg: none: No such file or directory: give --tls-ca a certificate, PEM"],
-    "coordinator --tls-cert none --tls-key key": ["none, key: No such file", "--tls-key the key of --tls-cert"],
-    "train --threads 0": ["--threads", "1 to"],
-    "train --threads many": ["--threads", "'many'"],
-    "train --minutes nan": ["--minutes"],
-    "train --steps -3": ["--steps", "1 or more"],
-    "coordinator --port 65536": ["--port", "0 to 65535"],
-    "coordinator --http what": ["--http"],
-    "train -D MODEL=transformer": ["has no meaning with MODEL = transformer", "(with the preset laptop, which `",
-                                   "--preset deggs egg_config.py as it is)"],
-    "worker": ["HOST"],
-    "worker here --gpu -1": ["--gpu"],
-    "arch --preset desktop": ["--preset", "laptop"],
-    "arch -D HIDDEN_DIM=65": ["HIDDEN_DIM = 65", "multiple"],
-    "generate --tokens 0": ["'0' is not a whole number, 1 or more"],
-    "generate --temp -1": ["argument --temp: '-1' is not a number from 0.0 to 100.0"],
-    "import short.txt": ["--save-dir"],
-    "prepare x --vocab-size 255": ["--vocab-size", "256 to 262144"],
-}.items())
-def test_wrong_use_is_one_line_and_status_2(args, words):
+WRONG = """
+| COMMAND | --help
+tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | egg.py --help
+train --minuts 3 | unrecognized arguments: --minuts 3
+coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
+coordinator --tls-cert cert | needs both --tls-cert and --tls-key
+coordinator --island a | an island needs --save-dir
+coordinator --port 0 --preset laptop-bytes --peer 127.0.0.1:1 | give --island NAME
+coordinator --port 0 --preset laptop-bytes --island 'a b' | is not a name
+coordinator --port 0 --preset laptop-bytes --island a --peer host:0 | is not HOST:PORT
+coordinator --port 0 --island a --save-dir here -D SNAPSHOT_EVERY=0 | SNAPSHOT_EVERY and VALIDATE_EVERY above 0
+worker localhost --tls-cert cert | needs --tls-ca
+worker localhost --secret-file none | --secret-file none: No such file
+worker localhost --tls-ca none | egg: none: No such file or directory: give --tls-ca a certificate, PEM
+coordinator --tls-cert none --tls-key key | none, key: No such file | --tls-key the key of --tls-cert
+train --threads 0 | --threads | 1 to
+train --threads many | --threads | 'many'
+train --minutes nan | --minutes
+train --steps -3 | --steps | 1 or more
+coordinator --port 65536 | --port | 0 to 65535
+coordinator --port 0 --http 0.0.0.0:0 | egg: --http 0.0.0.0:0 would show the run
+coordinator --http what | --http
+train -D MODEL=transformer | no meaning with MODEL = transformer | (with the preset laptop, | --preset deggs egg_config
+worker | HOST
+worker here --gpu -1 | --gpu
+arch --preset desktop | --preset | laptop
+arch -D HIDDEN_DIM=65 | HIDDEN_DIM = 65 | multiple
+generate --tokens 0 | '0' is not a whole number, 1 or more
+generate --temp -1 | argument --temp: '-1' is not a number from 0.0 to 100.0
+import short.txt | --save-dir
+prepare x --vocab-size 255 | --vocab-size | 256 to 262144
+"""                      # what is typed | what is said | ...
+
+
+@mark.parametrize("line", WRONG.strip().split("\n"))
+def test_wrong_use_is_one_line_and_status_2(here, line):
+    args, *words = map(str.strip, line.split("|"))
     result = run(args, preset="")
     fails(result, 2, *words)
     assert result.stdout == ""

@@ -45,8 +45,7 @@ def test_a_missing_library_is_named_with_what_installs_it(here):
     fails(process("coordinator --port 0", env={"PYTHONPATH": here}), 1, "has no pyzstd: ")
 
 
-@mark.parametrize("command", ["train --preset laptop-bytes --save-dir ckpt", "generate", "coordinator --port 0",
-                                     "worker localhost", "status", "arch"])
+@mark.parametrize("command", ["train --preset laptop-bytes --save-dir ckpt", "generate", "coordinator --port 0"])
 def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
     """In the first seconds of a command, from when the program itself has begun, and also while it compiles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -123,8 +122,8 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     first, validation, warning, status = screen(console.stream.text, columns)
     assert first.startswith("1:05 step 0") and "validation at step 100: 4.200 bits/byte".startswith(validation)
     assert warning == "a warning" and status.startswith("1:05 of 2:00  step 299")
-    assert ("  step 299  loss 3.85 val 4.20 bits/byte  " in status) == (columns >= 80)
-    assert ("  9.80 M tokens, 944 k tokens/s" in status) == ("3/8 chunks" in status) == (columns == 160)
+    assert ("  step 299  loss 3.85 bits/byte  val 4.20 bits/byte  " in status) == (columns >= 80)
+    assert ("  944 k/s  9.80 M tokens" in status) == ("3/8 chunks" in status) == (columns == 160)
     console.clear()
     assert screen(console.stream.text, columns)[-1] == ""
 

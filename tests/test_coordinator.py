@@ -13,7 +13,7 @@ from pytest import approx, mark
 from cluster import history, snapshots, wire
 from cluster.auth import Access
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
-from model import seeds, state_digest
+from model import parameters, steps
 import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (named, Peer, Server, cluster, asks, coordinator_process, filled, first_step,
@@ -48,6 +48,25 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
     assert not [*tmp_path.glob("snapshot*")]
 
 
+def test_workers_without_a_chunk_are_announced_once(tmp_path):
+    with Server(tmp_path, changed(POPULATION_SIZE=2 * CFG.CHUNK_SIZE)) as server:
+        workers = []
+
+        def one_more():
+            workers.extend(named(server, f"w{len(workers)}"))
+            workers[-1].ask(0)
+            until(lambda: server.dispatcher.known == len(workers))
+
+        one_more()
+        one_more()
+        assert "workers, but a step" not in server.said
+        one_more()
+        workers.pop().close()
+        server.has_workers(2)
+        one_more()
+        assert server.said.count("3 workers, but a step has 2 of the chunks that they share: some wait") == 1
+
+
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
         giver, other = named(server, "w2", "w3")
@@ -70,7 +89,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         engine = first_step(server, liar)
         state = engine.state()
         state.weights[5] ^= 1
-        liar.ask(1, state_digest.of_state(state))
+        liar.ask(1, parameters.digest_of(state))
         assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
         upload(liar, state)
         until(lambda: server.shelf.newest == 1)
@@ -126,7 +145,7 @@ def test_requests_are_held_and_woken(server):
     for peer, position in zip((a, a, late, late), (0, 32, 64, 96)):
         peer.result(0, position)
     answer = late.answer()
-    assert (answer.step, answer.seed, answer.packed) == (1, seeds.next_seed(42, 0), GOOD_STEP)
+    assert (answer.step, answer.seed, answer.packed) == (1, steps.next_seed(42, 0), GOOD_STEP)
 
 
 def test_the_step_line_and_the_validation(tmp_path):

@@ -12,7 +12,7 @@ import egg_config
 from cluster import wire
 from commands import run
 from recordings import HERE, python
-from model import fitness_digits
+from model import steps
 from tools import live_page
 from tools.curves import read_curve
 from readings import configured
@@ -161,7 +161,7 @@ def test_the_frame_in_hex_is_a_frame():
     text = document("PROTOCOL")
     block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
     written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
-    fitness = fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
+    fitness = steps.pack_digits(np.array([1, -1, 0, 0, 1], np.int8))
     assert written.replace(" ", "") == wire.frame(wire.RESULT, 42, 0, 10, 0, 12345, len(fitness), fitness,
                                                   version=wire.V2).hex()
 

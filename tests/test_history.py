@@ -6,15 +6,14 @@ import shutil
 from contextlib import closing
 from time import thread_time
 
-import numpy as np
 import pyzstd
 from pytest import mark
 
 import egg_config
 from cluster import history
 from cluster.history import open_run
-from model import fitness_digits, seeds
-from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
+from model import rules, steps
+from coordinators import filled, kept, refused, replayed, whole
 from fakes import CFG, any_fitness, changed, full
 from readings import configured
 from recordings import HERE, digests, golden, recorded_digests
@@ -49,7 +48,7 @@ def cannot_open(words, directory, cfg=CFG, load_dir=None):
 def test_history_keeps_every_step(tmp_path):
     packed, seed = filled(tmp_path, 150), 42
     for k in range(150):
-        seed = seeds.next_seed(seed, k)
+        seed = steps.next_seed(seed, k)
     with opened(tmp_path) as run:
         assert (run.step, run.seed, whole(run), run.record(149)[2:4]) == (150, seed, packed, (-149000, 149))
         run.append(packed[0], 1 << 62, 1)
@@ -200,7 +199,7 @@ def golden_a():
 
 def hold_against_fitness(run, cfg, recorded):
     for k in range(6):
-        assert (fitness_digits.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
+        assert (rules.unpacked_digits(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
 
 
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
@@ -229,25 +228,3 @@ def test_damaged_cpp_checkpoints_are_refused(tmp_path, words, number, change):
         file.write_bytes(change(data))
     cannot_open(words, tmp_path / "run", golden_a()[0], tmp_path / "cpp")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_stopped_coordinator_changes_no_bit_of_golden_a(tmp_path, compiled):
-    """Two workers, which stay meanwhile; what they stated is kept."""
-    from engine.cpu_engine import CpuEngine
-    (cfg, tokens, recorded), port = golden_a(), free_port()
-    engines = [CpuEngine(cfg, tokens, 1) for _ in range(2)]
-    for engine in engines:
-        work_in_thread(port, engine, cfg, retry=True)
-    for steps in 4, 6:
-        with Server(tmp_path / "run", cfg, port, save=True, steps=steps, stay=True) as server:
-            until(lambda: all(engine.step == steps for engine in engines))
-            server.calls.put(lambda: vars(server.coordinator).update(closing=True, steps=None))      # nobody planned it
-    with opened(tmp_path / "run", cfg=cfg) as run:
-        records = [run.record(k) for k in range(6)]
-        losses = [recorded["loss"][k].astype(np.int64).sum() for k in range(6)]
-        assert [record.sum_loss for record in records] == losses
-        assert [record.updates for record in records[1:]] == [*recorded["updates"][:5]]
-        hold_against_fitness(run, cfg, recorded)
-    for engine in engines:
-        until(lambda: engine.step == 6)
-        assert digests(engine.state()) == recorded_digests(recorded, 5)

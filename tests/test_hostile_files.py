@@ -111,10 +111,8 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     write_small(here / "small", cfg)
     for command in "generate --load-dir run", "train --steps 1 --load-dir run", "import --save-dir new small":
         fails(run(command, preset=""), 2, "holds a model of 117,524,480 weights", "add -D HIDDEN_DIM=1024")
-    for command, status, words in (f"generate --load-dir {here}/run", 2, "takes 1.5 GB"), (
-            f"import --save-dir {here}/new -DHIDDEN_DIM=1024 {here}/small", 1, "this configuration has"):
-        did = in_memory("import sys, egg; sys.exit(egg.main(sys.argv[1:]))", *command.split())
-        assert did[0] == status and words in did[1] and did[1].count("\n") == 1, did
+    did = in_memory("import sys, egg; sys.exit(egg.main(sys.argv[1:]))", "generate", "--load-dir", f"{here}/run")
+    assert did[0] == 2 and "takes 1.5 GB" in did[1] and did[1].count("\n") == 1, did
     monkeypatch.setattr(use, "load", mock.Mock(side_effect=use.UseError("it is loaded")))
     fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
 
@@ -238,4 +236,3 @@ def read_all(run):
             with suppress(ValueError, OSError):
                 shelf.state(step)
         shelf.block(shelf.newest, 0, 100)
-        shelf.close_unread()

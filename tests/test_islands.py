@@ -13,11 +13,11 @@ from cluster.history import open_run
 from cluster.wire import frame
 from islands import gossip, merging
 from islands.gossip import Elites
-from model import seeds, state_digest
+from model import parameters, steps
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
 from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
-from commands import fails, run
+from commands import run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
 
@@ -124,7 +124,7 @@ class Isle(Server):
 
 def digest(state):
     """As headers and events have it."""
-    return state_digest.of_state(state).hex()
+    return parameters.digest_of(state).hex()
 
 
 RATES = {97: 30, 98: 3}                                          # of islands a and b where they are replayed
@@ -141,18 +141,6 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
         a.reaches(11 if rates[0] > rates[1] else 0)              # it has been validated at step 10
         with Isle(directory / "b", "b", rates[1], [a], **both, **theirs) as b:
             yield a, b
-
-
-# --- what the command line says ---------------------------------------------------------------------------------------
-
-@mark.parametrize("arguments, says", [
-    ("--peer 127.0.0.1:1", "give --island NAME"),
-    ("--island 'a b'", "is not a name"),
-    ("--island a --peer host:0", "is not HOST:PORT"),
-    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
-])
-def test_wrong_use_is_one_line(here, arguments, says):
-    fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), 2, says)
 
 
 class Rewarded(Learner, FakeObjective):
@@ -192,7 +180,7 @@ def test_what_must_be_the_same_on_all_islands_is(tmp_path):
             assert says in a.said
         with a.connect() as old:
             old.sendall(frame(wire.Frame(wire.JOB_REQUEST), bytes(24)))
-            assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.said
+            assert old.recv(100) == b"" and "protocol 1 has no secret, TLS, islands" in a.said
         other = changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7)
         with Isle(tmp_path / "b", "b", 0, [a], cfg=other) as b:
             b.tells("peer", peer="a", state="up")
@@ -222,10 +210,10 @@ def test_every_island_has_its_own_noise():
     states = [initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
     assert all(np.array_equal(state.weights, states[0].weights) for state in states)
     now = [state.seed for state in states]
-    assert now[0] == seeds.INITIAL_SEED
+    assert now[0] == steps.INITIAL_SEED
     for step in range(2000):
         assert len(set(now)) == 4
-        now = [seeds.next_seed(seed, step) for seed in now]
+        now = [steps.next_seed(seed, step) for seed in now]
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(here):
@@ -280,7 +268,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
         again.stop()
     again.worker.join(60)                                    # it may still be about an update
     at_end = b.replayed(until_step=again.engine.step)
-    assert state_digest.of_state(at_end) == again.engine.digest() and again.engine.step > start.step
+    assert parameters.digest_of(at_end) == again.engine.digest() and again.engine.step > start.step
     assert "state at step" not in b.said + again.said        # all replicas stayed equal
 
 

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 from pytest import fixture, mark, raises
 
 import egg_config
-from engine import cpu_compiler, kernel_cache, simd
+from engine import kernel_cache, simd
 from engine.kernel_cache import read, write
 from compiling import kernels_for, kernels_of
 from recordings import HERE, python
@@ -152,7 +151,7 @@ def test_what_was_not_used_for_a_month_is_removed(tmp_path, used):
 CPU_PROGRAM = """
 import sys, numpy as np
 from engine import kernel_cache, simd
-from engine.cpu_compiler import inner, njit
+from engine.cpu_rules import inner, njit
 simd.use(sys.argv[1])
 @inner
 def called(x):
@@ -175,62 +174,6 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
 
     assert run("madd") == ["compiled", "13", "13"] and run("madd") == ["13", "13"]
     assert run("portable")[0] == "compiled"
-
-
-def test_an_inner_function_is_compiled_into_its_callers_alone():
-    import numba
-
-    @cpu_compiler.inner
-    def twice(x):
-        return 2 * x
-
-    assert numba.njit(lambda x: twice(x) + twice(x + 1))(5) == 22
-    with raises(TypeError, match="bad argument type"):
-        twice(5)
-
-
-class FakeDispatcher:
-    """A CUDA kernel whose compilation writes its name into the file that its cache names. "fails" is compiled by the
-    process of the test alone."""
-    parent = os.getpid()
-
-    def __init__(self, name):
-        self.name, self.compiled, self._cache, self.closed = name, False, None, False
-
-    def compile(self, signature):
-        assert not self.closed
-        if self._cache.load_overload(signature, mock.Mock()) is None:
-            self.compiled = True
-            if self.name == "fails" and os.getpid() != self.parent:
-                raise ValueError
-            write(self._cache.cache_path, pickle.dumps(self.name))
-
-    def disable_compile(self):
-        self.closed = True
-
-
-@mark.parametrize("cores", [1, 3])
-def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch, capsys):
-    from engine import cuda_engine
-    monkeypatch.setattr(kernel_cache, "directory", lambda: tmp_path)
-    monkeypatch.setattr(cuda_engine.hardware, "cores", lambda: cores)
-    monkeypatch.setattr(cuda_engine, "COMPILERS", 8)         # a comparison of engines in this process sets it to 1
-    monkeypatch.setattr(cuda_engine.ptx, "allow_shared", lambda kernel, signature, shared: kernel.compile(signature))
-
-    def compile_(*names):
-        every = [SimpleNamespace(name=name, file=f"cuda-{name}", dispatcher=FakeDispatcher(name), shared=0,
-                                 signature=()) for name in names]
-        cuda_engine.compile_all(every, CARD, "a card: step")
-        assert all(kernel.dispatcher.closed for kernel in every)
-        return [kernel.name for kernel in every if kernel.dispatcher.compiled], capsys.readouterr().err
-
-    names = "a", "b", "fails", "c"
-    compiled, err = compile_(*names)
-    assert compiled == ([*names] if cores == 1 else ["fails"])
-    assert f"egg: compiling 4 of 4 CUDA kernels for a card: step; kept in {tmp_path}\n" in err and "ready in" in err
-    assert compile_(*names) == ([], ""), "everything is there"
-    compiled, err = compile_(*names, "e")
-    assert "compiling 1 of 5 CUDA kernels" in err and compiled == ["e"]
 
 
 def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
@@ -256,35 +199,10 @@ def test_no_configuration_by_import():
             "print(train.make_engine(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
             "try:\n    train.make_engine(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
             "except hardware.EngineError as error:\n    print(error)\n")
-    first = simd.available()[0]
+    first = [*simd.available()][0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"
     said = subprocess.run([sys.executable, "-c", code, first], cwd=HERE, capture_output=True, text=True).stdout
     assert said.endswith(f"cpu portable x1\n{'' if first == 'portable' else refused}"), said
-
-
-STEP_PROGRAM = """
-import sys, egg_config
-from engine import cpu_engine
-
-
-def compiled():
-    files = [vars(module) for name, module in sys.modules.items() if name.startswith("engine.cpu_")]
-    functions = [f for file in files for f in file.values() if getattr(f, "overloads", None)]
-    assert not [f for f in functions if f.py_func.__module__ == "engine.cpu_gru"]
-    return {f.py_func.__name__ for f in functions}
-
-cpu_engine.warm_up(egg_config.make())
-assert compiled() >= {"run_windows", "panel_votes", "apply_votes", "pack"}, compiled()
-assert not compiled() & {"word_sums", "write_texts", "muon_start", "muon_panels"}, compiled()
-cpu_engine.warm_up(egg_config.make(), verbs=("digest",))
-assert "word_sums" in compiled()
-"""
-
-
-def test_a_training_step_compiles_its_own_kernels_alone(compiled):
-    """Or loads them, where they are in the cache: neither Muon's, nor those of generation and digests, nor the other
-    model's."""
-    python("-c", STEP_PROGRAM)
 
 
 def test_processes_that_start_together_compile_once(tmp_path):

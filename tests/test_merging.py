@@ -12,7 +12,7 @@ import egg_config
 from cluster import snapshots
 from islands import merging
 from islands.merging import worse_share
-from model import state_digest
+from model import parameters
 from model.parameters import State, n_overlay, n_weights
 from recordings import digests, python
 from readings import TINY, equal
@@ -179,7 +179,7 @@ def test_the_same_bits_everywhere():
         return State((x % 255 - 127).astype(int8), moments, (x[:k] % 255 - 127).astype(int8),
                      factor, factor)
 
-    assert state_digest.of_state(merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)).hex() == RECORDED
+    assert parameters.digest_of(merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)).hex() == RECORDED
 
 
 RECORDED = "f0cd4628edf17652588830c234f0db53"

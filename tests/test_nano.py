@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import struct
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from model import parameters
+from recordings import write_decoding
 
 sys.path.append(os.path.join(egg_config.ROOT, "examples"))
 import nano                                                  # noqa: E402
@@ -88,11 +88,6 @@ def test_validation_and_text_are_those_of_the_engine(trained, monkeypatch):
     assert nano.write(weights, prompt, 60, 5) == prompt + bytes(engine.generate(list(prompt), 60, 5))
 
 
-def pieces_file(pieces):
-    """The bytes of a decoding.bin."""
-    return struct.pack("<I", len(pieces)) + b"".join(struct.pack("<I", len(piece)) + piece for piece in pieces)
-
-
 @pytest.mark.parametrize("name", ["my.txt", "input.bin"])
 def test_it_reads_text_and_tokens_and_writes(name, tmp_path, monkeypatch, capsys):
     words = [b"the ", b"king ", b"and ", b"queen. "]
@@ -101,14 +96,14 @@ def test_it_reads_text_and_tokens_and_writes(name, tmp_path, monkeypatch, capsys
     (tmp_path / "my.txt").write_bytes(text)
     chosen.tofile(tmp_path / "input.bin")
     chosen[:1000].tofile(tmp_path / "val.bin")
-    (tmp_path / "decoding.bin").write_bytes(pieces_file(words))
+    write_decoding(tmp_path / "decoding.bin", words)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nano, "SECONDS", 0)
     nano.main(name)
     first, last, written = capsys.readouterr().out.split("\n", 2)
     end = len(text) - len(text) // 20
     text, unread = (text[:end], text[end:]) if name == "my.txt" else (text, b"".join(words[k] for k in chosen[:1000]))
-    assert first == f"{len(text):,} bytes to learn from, {len(unread):,} for validation"
+    assert first == f"{len(text):,} bytes to learn from for {nano.SECONDS} s, {len(unread):,} for validation"
     assert last.startswith("step 1 ") and last.endswith("bits/byte")
     assert written.encode().startswith(unread[:nano.SEQ_LEN]) and len(written) > 400
 
@@ -118,6 +113,6 @@ def test_it_reads_text_and_tokens_and_writes(name, tmp_path, monkeypatch, capsys
 def test_what_is_no_text_is_said_in_one_line(tmp_path, name, content, word):
     if content:
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "decoding.bin").write_bytes(pieces_file([b"a"]))
+    write_decoding(tmp_path / "decoding.bin", [b"a"])
     done = subprocess.run([sys.executable, nano.__file__, name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and word in done.stderr and done.stderr.count("\n") == 1

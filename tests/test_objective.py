@@ -16,7 +16,7 @@ import pytest
 
 import egg
 import egg_config
-from cluster import admission, history, snapshots
+from cluster import history
 from cluster.console import rewards_text
 from cluster.status import Progress, describe_status
 from cluster.wire import FrameError
@@ -25,8 +25,8 @@ from engine import cpu_engine
 from fakes import FakeEngine, FakeObjective, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import data_files, rewards, sampling
-from readings import equal, hold_text_against_the_reading, random_config
+from model import activations, data_files
+from readings import equal
 from tools import objective, train
 from commands import succeeds
 import commands
@@ -48,32 +48,6 @@ def reward(prompts, completions, **columns):
 
 def new_engine(cfg=CFG):
     return cpu_engine.CpuEngine(cfg, TOKENS, threads=1)
-
-
-def written(engine, prompts, room, seeds, settings):
-    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-    texts = np.stack([np.pad(prompt, (0, room - len(prompt))) for prompt in prompts]).astype(np.int32)
-    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings))
-    return texts
-
-
-@pytest.mark.parametrize("model", ["gru", "transformer"])
-@pytest.mark.parametrize("seed", range(3))
-def test_texts_written_together_are_those_of_the_plain_reading(model, seed):
-    rng = np.random.default_rng(seed)
-    cfg = random_config(rng) if model == "transformer" else CFG.changed(
-        N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
-        PERTURB="weights", ADAPTIVE_NOISE_MODE=seed % 3)
-    engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
-    count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
-    settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
-    prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(count)]
-    seeds = rng.integers(0, 1 << 32, count)
-    texts = written(engine, prompts, room, seeds, settings)
-    for text, prompt, number in list(zip(texts, prompts, seeds))[:6]:
-        hold_text_against_the_reading(engine, prompt, text[len(prompt):], int(number), **settings)
-    for text, prompt, number in zip(texts, prompts, seeds):
-        assert text.tolist() == [*prompt, *engine.generate(prompt, room - len(prompt), int(number), **settings)]
 
 
 def go_on():
@@ -99,13 +73,13 @@ def judged(tmp_path, monkeypatch):
 def test_a_chunk_votes_from_the_data_or_from_texts(judged):
     cfg = CFG.changed(TEXT_SHARE=0.5)
     own, engine = judged(LETTERS, cfg), new_engine(cfg)
-    text, other = sorted(range(2), key=lambda chunk: not rewards.is_text(cfg, 0, chunk))
+    text, other = sorted(range(2), key=lambda chunk: not activations.is_text(cfg, 0, chunk))
     digits, loss = engine.evaluate(16 * text, 16)
-    assert rewards.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
-    assert not rewards.is_text(cfg, 0, other)
+    assert activations.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
+    assert not activations.is_text(cfg, 0, other)
     packed, loss = own.chunk(engine, 16 * other, go_on)
     sequences, written, earned = own.texts(engine, 8 * other, go_on)
-    windows = rewards.windows(sequences, written, rewards.advantages(cfg, earned))
+    windows = activations.text_windows(sequences, written, activations.advantages(cfg, earned))
     assert loss == 0 and any(packed) and packed == engine.vote(8 * other, *windows, 1.0)
     begun = [tuple(tokens[:16]) for tokens in sequences]
     assert len(set(begun[:4])) == len(set(begun[4:])) == 1 < len({tuple(tokens) for tokens in sequences[:4]})
@@ -113,20 +87,12 @@ def test_a_chunk_votes_from_the_data_or_from_texts(judged):
 
 
 def test_a_text_votes_up_to_the_token_with_which_it_ends():
-    reader = objective.Reader(data_files.Decoding([b"x", b"a", b"ba", b"bab"]), [], [], "ab", 0)
+    own = SimpleNamespace(decoding=data_files.Decoding([b"x", b"a", b"ba", b"bab"]), stop="ab")
     for tokens, known, voting in ([0, 1, 2, 0], [0], [0, 1, 2]), ([0, 2, 3, 0], [0, 2], [0, 2, 3]), \
             ([3, 0], [3], [3]), ([0, 2], [0, 2], [0, 2]):
         tokens = np.array(tokens, np.int32)
-        assert objective._ended(reader, tokens)[0].tolist() == known
-        assert objective._ended(reader, tokens, True)[0].tolist() == voting
-
-
-def test_draws_without_chance_teach_nothing(judged):
-    with refused("TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0",
-                 objective.ObjectiveError):
-        judged(LETTERS + "TEMPERATURE = 0\n")
-    own = judged(LETTERS + "TEMPERATURE, MEASURE_TEMPERATURE = 0.5, 0\n")
-    assert (own.settings.temp, own.measuring.temp) == (0.5, 0)
+        assert objective.Objective._ended(own, tokens)[0].tolist() == known
+        assert objective.Objective._ended(own, tokens, True)[0].tolist() == voting
 
 
 def test_equal_rewards_are_no_votes(judged):
@@ -176,17 +142,6 @@ def shorter(completions, sign=-1):
 """)
     own = judged(text)
     assert own.judge.answers({"prompts": ["x", "y"], "completions": ["abc", ""]}) == [3.0, 0.0]
-
-
-@pytest.mark.parametrize("text", [
-    "def a(completions):\n    pass\ndef b(completions):\n    pass\n",
-    "def a(completions):\n    pass\nWEIGHTS = {'b': 1}\n",
-    "def a(completions):\n    pass\nWEIGHTS = [1, 2]\n",
-    "def a(completions):\n    pass\nWEIGHTS = {'a': '1'}\n",
-    "def a(completions):\n    pass\nWEIGHTS = {}\n"])
-def test_functions_of_which_nobody_knows_whether_they_judge_are_one_line(judged, text):
-    with refused(r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS", objective.ObjectiveError):
-        judged(text)
 
 
 def test_a_text_that_no_function_judges_has_no_reward_no_vote_and_no_part_in_the_figures(judged):
@@ -277,24 +232,6 @@ def reward(completions):
     assert own.judge.answers({"prompts": ["", ""], "completions": ["a", "bc"]}) == [1.0, 2.0]
 
 
-def test_a_pool_that_does_not_answer_ends_with_its_judge(judged, tmp_path):
-    own = judged(f"""
-import multiprocessing, os, time
-def wait(_):
-    with open({str(tmp_path / "pid")!r}, "w") as file:
-        print(os.getpid(), file=file)
-    time.sleep(600)
-def reward(completions):
-    with multiprocessing.Pool(1) as pool:
-        return pool.map(wait, completions)
-""", CFG.changed(OBJECTIVE_SECONDS=1.0))
-    with refused("reward did not return within 1 s", objective.ObjectiveError):
-        own.try_out()
-    pid = (tmp_path / "pid").read_text().strip()
-    own.close()
-    until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read())
-
-
 def test_what_a_function_prints_is_shown_once_and_then_counted(judged, capfd):
     own = judged("""
 print("it loads")
@@ -322,17 +259,22 @@ def reward(prompts, completions):
 """
 
 
-def test_the_other_side_replies_after_each_text_but_the_last(judged):
-    engine, writes = new_engine(), []
+def speaking(engine):
+    """[(seeds, texts so far)] of the calls of an engine's `write`, which writes two letters."""
+    writes = []
 
     def write(texts, lengths, seeds, *more):
         for text, n, seed in zip(texts, lengths, seeds):
             text[n:n + 2] = 65 + seed % 2, 66 + len(writes)
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
+
     engine.write = write
-    own = judged(GAME)
+    return writes
+
+
+def test_the_other_side_replies_after_each_text_but_the_last(judged):
+    writes, own = speaking(engine := new_engine()), judged(GAME)
     texts, earned = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held_out)))
-    texts = objective.readable(own.reader, **texts)
     assert texts["prompts"] == ["ab", "abcd"] * 2 and earned == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
@@ -352,13 +294,7 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
 
 
 def test_a_dialogue_ends_where_the_other_side_replies_none(judged):
-    engine, lengths = new_engine(), []
-
-    def write(texts, lengths_, seeds, *more):
-        for text, n in zip(texts, lengths_):
-            text[n:n + 2] = 65, 66 + len(lengths)
-        lengths.append(lengths_.tolist())
-    engine.write = write
+    writes = speaking(engine := new_engine())
     own = judged("""
 DATA = HELD_OUT = [{"prompt": "ab", "left": 0}, {"prompt": "abc", "left": 1}, {"prompt": "abcd", "left": 2}]
 TOKENS, TURNS = 2, 9
@@ -369,8 +305,8 @@ def reward(completions, completion_ids):
     return [len(text) for text in completions]
 """)
     texts, rewards = own.judged(engine, own.held_out.part([0, 1, 2]))
-    assert texts["completions"] == ["AB", "AB<>AC", "AB<>AC<>AD"] and rewards == [2.0, 6.0, 10.0]
-    assert len(lengths) == 3                         # nothing is written once all have ended
+    assert [re.sub("[AB]([BCD])", r"\1", text) for text in texts["completions"]] == ["B", "B<>C", "B<>C<>D"]
+    assert len(writes) == 3 and rewards == [2.0, 6.0, 10.0]      # nothing is written once all have ended
 
 
 def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
@@ -379,11 +315,19 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
         judged(GAME)
 
 
+ONE_OR_TWO = "def a(completions):\n    pass\n"
+NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       # whether a function judges
+
+
 @pytest.mark.parametrize("text, words", [
     ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
     (LETTERS + "DATA = [{'prompt': 'x', 'check': lambda text: 1}]\n", "a column of DATA cannot be passed"),
     ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere'"),
-    ("x = 1\n", "has no function reward"),
+    ("x = 1\n", "has no function reward"), *((ONE_OR_TWO + more, NOT_SAID) for more in (
+        "def b(completions):\n    pass\n", "WEIGHTS = {'b': 1}\n", "WEIGHTS = [1, 2]\n", "WEIGHTS = {'a': '1'}\n",
+        "WEIGHTS = {}\n")),
+    (LETTERS + "TEMPERATURE = 0\n",
+     "TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0"),
     ("x = '\0'\n", "own.py:1: source code .*null bytes"),
     ("import sys\nsys.exit(0)\n", "SystemExit: 0: it must run by itself"),
     (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
@@ -401,11 +345,11 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    return '5' * len(completions)\n",
      "returned '55555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
-    ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def reward(completions):\n    return [1 / 0]\n", "own.py: reward raised ZeroDivisionError: .* in own.py:2"),
     ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
-     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
+     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no in own.py:4"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
-     "raised Odd, for the prompt"),
+     "raised Odd in own.py:4"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
@@ -421,7 +365,7 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
 
 
 def test_the_time_in_which_a_file_loads_is_not_that_of_its_texts(judged):
-    own = judged("import time\ntime.sleep(3)\n" + LETTERS, CFG.changed(OBJECTIVE_SECONDS=0.4))
+    own = judged("import time\ntime.sleep(1)\n" + LETTERS, CFG.changed(OBJECTIVE_SECONDS=0.4))
     assert rewards_of(own).any()
     own.judge._seconds = 1e6                         # the longest of OBJECTIVE_SECONDS
     assert rewards_of(own).any()
@@ -446,7 +390,7 @@ def test_what_a_file_may_do(judged, tmp_path, monkeypatch):
 import os
 import numpy
 DATA = [{"prompt": "a"}]
-TOKENS, TURNS = numpy.int64(2), 2
+TOKENS, TURNS, TEMPERATURE, MEASURE_TEMPERATURE = numpy.int64(2), 2, 0.5, 0
 os.chdir("/")
 def reward(completions):
     import beside
@@ -456,28 +400,38 @@ def reply(texts):
     return ("", "\\ud800", *texts[2:])
 """)
     own.try_out()
+    assert (own.settings.temp, own.measuring.temp) == (0.5, 0)
     assert own.write == 2 and rewards_of(own).all() and os.getcwd() == str(tmp_path)
 
 
-def test_what_a_function_has_started_ends_with_its_judge(judged, tmp_path):
-    own = judged(f"""
-import subprocess
+LEFT = """
+import os, subprocess
 def reward(completions):
-    with open({str(tmp_path / "pid")!r}, "w") as file:
+    with open(PATH, "w") as file:
         print(subprocess.Popen(["sleep", "600"]).pid, file=file)
     return [0] * len(completions)
-""")
-    own.try_out()
+"""
+POOL = """
+import multiprocessing, os, time
+def wait(_):
+    with open(PATH, "w") as file:
+        print(os.getpid(), file=file)
+    time.sleep(600)
+def reward(completions):
+    with multiprocessing.Pool(1) as pool:
+        return pool.map(wait, completions)
+"""
+
+
+@pytest.mark.parametrize("text, words", [(LEFT, ""), (POOL, "reward did not return within 1 s")])
+def test_what_a_function_has_started_ends_with_its_judge(judged, tmp_path, text, words):
+    own = judged(text.replace("PATH", repr(str(tmp_path / "pid"))), CFG.changed(OBJECTIVE_SECONDS=1.0))
+    with refused(words, objective.ObjectiveError) if words else contextlib.nullcontext():
+        own.try_out()
     pid = (tmp_path / "pid").read_text().strip()
     assert os.path.exists(f"/proc/{pid}")
     own.close()
     until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read())
-
-
-@pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
-def test_a_file_that_cannot_be_read_is_named_as_it_was_given(name, why):
-    with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: give --objective the path"):
-        objective.read(name)
 
 
 def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judged):
@@ -499,7 +453,7 @@ import os, signal, sys
 sys.path.insert(0, {HERE!r})
 from tools import objective
 if __name__ == "__main__":
-    judge = objective.Judge("own.py", 1, 99.0, objective.Reader(None, [], [], "", 0))
+    judge = objective.Judge("own.py", 1, 99.0)
     judge.begin({{"prompts": [""], "completions": [""]}})
     os.kill(judge._processes[0].pid, signal.SIGINT)      # Ctrl-C in a terminal reaches it too
     print(judge._processes[0].pid, judge._processes[0].is_alive(), flush=True)
@@ -554,19 +508,31 @@ FAKE = changed(**REWARDED, SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
 REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
-def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=11, stay=True, drain=0) as server:
+def test_the_highest_reward_is_the_best_and_page_metrics_status_and_plots_have_it(tmp_path):
+    """Of snapshots, too; and after a restart."""
+    with Server(tmp_path, FAKE, save=True, steps=11, stay=True, drain=0, http=EVERYBODY) as server:
         # the validation of a FakeEngine rises
         server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)
+        page_shows(server, 10)
+        state = state_of(server)
+        values = parse_metrics(ask(server, "/metrics")[2].decode())
+        assert describe_status(server.status()).splitlines()[0].endswith("reward -0.2000 at step 10")
+    last, best = (dict(step=step, value=REWARDS[step]) for step in (10, 4))
+    assert state["last_reward"] == state["last_reward"] | last and state["best_reward"] == state["best_reward"] | best
+    assert [point[3] for point in state["curves"]["reward"]] == REWARDS[:11:2]
+    assert state["samples"][-1]["text"] == "a text (reward -0.2000)"
+    assert values == {**values, "egg_reward": -0.2, "egg_reward_best": -0.125, "egg_reward_step": 10}
     names = ["snapshot-00000004-reward--0.125000.egg", "snapshot-00000008-reward--0.250000.egg",
              "snapshot-00000010-reward--0.200000.egg"]
     assert sorted(path.name for path in tmp_path.glob("snapshot*")) == names
     assert os.readlink(tmp_path / "best.egg") == names[0]
     os.rename(tmp_path / names[1], tmp_path / "snapshot-00000008-0.9000.egg")          # of a validation
-    with contextlib.closing(history.read_run(FAKE, tmp_path)) as run:
-        shelf = snapshots.Shelf(FAKE, run)
-        assert (shelf.best, shelf.figures) == (4, {4: -0.125, 10: -0.2})
+    with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:
+        assert (server.shelf.best, server.shelf.figures) == (4, {4: -0.125, 10: -0.2})
+        assert state_of(server)["best_reward"] == state["best_reward"]
+    plotted = succeeds(commands.run("plot", tmp_path)).splitlines()
+    assert "reward, against million tokens" in plotted and any(line.startswith("loss, ") for line in plotted)
 
 
 def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
@@ -627,25 +593,6 @@ def test_a_file_with_data_needs_less_text(tmp_path, text, share):
     assert egg.objective_of(args)[2] == {}
 
 
-def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, drain=0, http=EVERYBODY) as server:
-        server.work(FakeEngine(FAKE, 0.003), objective=Scripted())
-        page_shows(server, 4)
-        server.reaches(5)
-        state = state_of(server)
-        values = parse_metrics(ask(server, "/metrics")[2].decode())
-        assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
-    assert state["best_reward"] == state["last_reward"] == {**state["last_reward"], "step": 4, "value": -0.125}
-    assert [point[3] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
-    assert "last_validation" not in state
-    assert state["samples"][-1]["text"] == "a text (reward -0.1250)"
-    assert values == {**values, "egg_reward": -0.125, "egg_reward_best": -0.125, "egg_reward_step": 4}
-    with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
-        assert state_of(server)["best_reward"] == state["best_reward"]
-    plotted = succeeds(commands.run("plot", tmp_path))
-    assert plotted.startswith("reward, against million tokens\n") and "\nloss, " in plotted
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tmp_path):
@@ -659,11 +606,10 @@ def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tm
                     "and random")
 
 
-def test_a_worker_with_another_objective_is_told_what_to_change():
+def test_another_objective_is_named_as_a_difference():
     ours, none = CFG.agreed(), CFG.changed(OBJECTIVE="").agreed()
-    assert "give the worker --objective FILE" in admission.other_constants(ours, none)
-    assert "give both the same one" in admission.other_constants(ours, {**ours, "OBJECTIVE": "y"})
-    assert "leave --objective out" in admission.other_constants(none, ours)
+    assert history.difference(none, ours).startswith("OBJECTIVE = unset there, ")
+    assert history.difference(ours, none).endswith(" there, unset here")
 
 
 @pytest.fixture(scope="module")
@@ -744,8 +690,6 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
     assert kept() == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.25
-    said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
-    assert "ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run(f"coordinator {small} --steps 1 --port 0")
     assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
 
@@ -753,9 +697,11 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
 def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     (tmp_path / "own.py").write_text("def reward(completions):\n    raise ValueError('no such thing')\n")
     said = run("train --objective own.py --load-dir ckpt --save-dir new --steps 3", status=1)
-    assert "own.py: reward raised ValueError: no such thing, for the prompt" in said and "Traceback" not in said
+    assert "own.py: reward raised ValueError: no such thing in own.py:2" in said and "Traceback" not in said
     assert not (tmp_path / "new").exists()
-    assert "no.py: No such file" in run("train --objective no.py --save-dir x", status=1)
+    for name, why in ("no.py", "No such file or directory"), (".", "Is a directory"):
+        said = run(f"train --objective {name} --save-dir x", status=1)
+        assert f"egg: {name}: {why}: give --objective the path" in said
     assert "give --objective the path" in run("train --objective '' --steps 1", status=1)
     for more in "own.txt", "--tokens 5":
         said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)

@@ -7,7 +7,6 @@ import pathlib
 import stat
 import threading
 from collections import namedtuple
-from types import SimpleNamespace
 
 from pytest import fixture, mark
 
@@ -15,7 +14,7 @@ import egg_net
 from cluster import history, snapshots
 from cluster.history import open_run
 from model.parameters import initial_state
-from model.state_digest import of_state
+from model.parameters import digest_of
 from tools import use
 from coordinators import Server, filled, until
 from fakes import ACTIVATIONS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
@@ -208,27 +207,6 @@ def test_a_run_and_its_restart(disk, tmp_path, kind):
     hold(disk, cfg, course(FakeEngine(cfg), 0, 14), tmp_path)
 
 
-def test_a_best_snapshot_goes_once_the_figure_of_a_better_one_is_on_the_disk(disk, tmp_path):
-    cfg, engine = KINDS["objective"], FakeEngine(KINDS["objective"])
-    with contextlib.closing(open_run(cfg, disk.directory)) as run:
-        shelf = snapshots.Shelf(cfg, run)
-        disk.server = SimpleNamespace(run=run, shelf=shelf)
-        for step, figure in enumerate([0.25, 0.5, 0.25, 0.25, 0.75], 1):
-            run.append(step_alone(engine)[0], 0, 0)
-            run.sync()
-            body = snapshots.pack(engine.state())
-            upload = snapshots.Upload(cfg, step, engine.seed, engine.digest(), disk.directory)
-            upload.feed(len(body), 0, body)
-            upload.check()
-            shelf.digests[step] = engine.digest()
-            for work in shelf.put(upload):
-                work()
-            shelf.figures[step] = figure
-            shelf.arrange()
-    assert sorted(shelf.files) == [4, 5] and shelf.best == 5
-    hold(disk, cfg, course(FakeEngine(cfg), 0, 5), tmp_path)
-
-
 class Epoch(egg_net.Hook):
     """An island that begins an epoch once there is a snapshot of step 4."""
 
@@ -244,7 +222,7 @@ class Epoch(egg_net.Hook):
             self.begun = initial_state(run.cfg)
             self.begun.weights[:8] = 5
             self.begun.step, self.begun.seed = run.step, run.seed
-            self.coordinator.begin_epoch(self.begun, {"epoch": 1, "digest": of_state(self.begun).hex()})
+            self.coordinator.begin_epoch(self.begun, {"epoch": 1, "digest": digest_of(self.begun).hex()})
 
 
 @mark.parametrize("kind", ["weights", "activations"])

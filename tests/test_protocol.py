@@ -23,7 +23,7 @@ from cluster.auth import Access, key_of, read_card
 from cluster.wire import (Frame, FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
                           PROVE, RESULT, V2, VALIDATION, WELCOME, frame)
 from islands.gossip import Standing, read_status
-from model import fitness_digits
+from model import steps
 from coordinators import Peer, Peer2, Server, kept, listening, named, refused, result_frame, run_worker
 from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, card, changed
 from fuzzing import SLOW
@@ -354,7 +354,7 @@ def test_wrong_frames_end_their_connection_with_one_line_and_nothing_else(tmp_pa
         honest.result(0, first)
         honest.works(0, 3)
         server.reaches(1)
-        assert fitness_digits.unpack_ternary(server.run.fitness(0), CFG.N_PAIRS).all()
+        assert all(steps.unpack_digits(server.run.fitness(0), CFG.N_PAIRS))
 
 
 def test_unknown_frames_and_half_frames_do_no_harm(server):

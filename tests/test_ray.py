@@ -216,12 +216,15 @@ def test_errors_of_actors_are_a_line(error, line):
 
 
 @mark.parametrize("text, words", {
-    "x =": "Invalid value", "stepz = 1\n[constants]": "stepz", "steps = 0\n[constants]": "either steps or minutes",
+    "x =": "Invalid value", "stepz = 1\n[constants]": "wrong.toml:1: stepz: ",
+    "steps = 0\n[constants]": "either steps or minutes",
     "[constants]": "either steps or minutes", "steps = 3": "constants",
     "steps = 3\ngrace = 9\n[constants]": "grace",
     "steps = 3\n[constants]\nN_LAYERS = {low = 3}": "high",
     "steps = 3\n[constants]\nN_LAYERS = {low = 3, high = 1}": "from 3 to 1",
-    "steps = 3\n[constants]\nN_LAYERS = [1, 99]": "N_LAYERS = 99", "steps = 3\n[constants]\nLAYERS = 1": "LAYERS",
+    "steps = 3\n[constants]\nN_LAYERS = [1, 99]": "N_LAYERS = 99",
+    "steps = 3\n[constants]\nLAYERS = 1": "wrong.toml:3: LAYERS: ",
+    "steps = 3\nconstants = 4": "not iterable",
     "steps = 3\n[constants]\nVAL_FILE = 'none.bin'": "none.bin"}.items())
 def test_a_wrong_table_ends_with_a_line(place, monkeypatch, capsys, text, words):
     import egg as program

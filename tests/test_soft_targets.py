@@ -7,9 +7,8 @@ import numpy as np
 from pytest import mark, raises
 
 import readings
-from coordinators import until
 from engine.cpu_engine import CpuEngine
-from model import fitness_digits, rules, seeds, soft_targets
+from model import rules, soft_targets, steps
 from readings import equal, plain_losses
 from tools import prepare
 
@@ -46,7 +45,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values, context):
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, context)
-            drawn = [known[seeds.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
+            drawn = [known[steps.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
@@ -70,31 +69,8 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
             assert whole[:16].tolist() == plain_losses(cfg, one.state(), cut, 16)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
-        fitness = fitness_digits.pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
+        fitness = steps.pack_digits(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
         assert one.update(fitness) == two.update(fitness)
-
-
-def test_tables_are_made_once_and_ahead(monkeypatch):
-    """A step finds its own, and one that was begun and is taken back that of the step before. What fails in the thread
-    is raised where the table is wanted."""
-    cfg, made = BASE.changed(SOFT_TARGETS=((0, 2), (3, 1), (5, 0), (7, 3))), []
-    followers = soft_targets.followers
-
-    def counted(cfg, tokens, context):
-        made.append(context)
-        return followers(cfg, tokens, context) if context < 3 else {}[context]
-
-    monkeypatch.setattr(soft_targets, "followers", counted)
-    tables = soft_targets.Tables(cfg, data(cfg))
-    until(lambda: made == [2])
-    first = tables.at_step(0)
-    until(lambda: made == [2, 1])
-    second = tables.at_step(3)
-    assert first is tables.at_step(2) is tables.at_step(0) and second is tables.at_step(3) is tables.at_step(4)
-    assert tables.at_step(5) is None is tables.at_step(6)
-    with raises(KeyError):
-        tables.at_step(7)
-    assert made == [2, 1, 3]
 
 
 def test_a_table_that_the_memory_cannot_hold_is_refused():

@@ -14,11 +14,11 @@ import egg_net
 from cluster import admission, dispatch, status, wire
 from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
-from cluster.step import AGREES, Author, STATES_KEPT, States, Step, WAIT
+from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
 from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
-from model import ternary
+from model import steps
 
 
 class Worker:
@@ -53,7 +53,7 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     assert not any(gives(step, A, chunk) for chunk in range(4)) and {*step.done} == {0, 2, 3}
     assert gives(step, B, 1, BAD) == "" and 1 not in step.done
-    assert step.dispute(1) == ([A.author, B.author], False) and step.dispute(1) is None
+    assert step.dispute(1) == [A.author, B.author] and step.dispute(1) is None
     assert [step.take(worker, 1) for worker in (A, B, C)] == [None, None, 1]
     assert gives(step, C, 1) == "b" and step.complete and step.fitness() == GOOD_STEP
     step.withdraw(B.author)
@@ -65,7 +65,7 @@ def test_a_tie_is_evaluated_again_by_the_same_two_and_who_contradicts_itself_has
     assert step.take(A, 0) == 0
     step.give_back(A, 0)
     assert 0 in [step.take(B, 0) for _ in range(4)]
-    assert gives(step, A, 0) == "" and step.dispute(0)[1] is False
+    assert gives(step, A, 0) == ""
     assert gives(step, B, 0) == "b" and step.done[0].packed == GOOD
 
 
@@ -75,7 +75,6 @@ def test_who_repeat_their_results_wait_for_a_third_and_who_is_left_alone_is_beli
     alone.settle()
     assert alone.done[0].packed == GOOD
     step = disputed(2)
-    assert step.dispute(0)[1] is True
     assert step.take(A, 0) == step.take(B, 0) - 1 == 1              # the others go on meanwhile
     assert step.take(C, 0) == 0 and gives(step, C, 0) == "b"
 
@@ -255,11 +254,11 @@ def test_digits_of_an_odd_share_are_audited(tmp_path):
     with Server(tmp_path, ACTIVATIONS.changed(AUDIT_RATE=0.0)) as server:
         honest, odd = named(server, "honest", "odd")
         dispatcher, count = server.dispatcher, ACTIVATIONS.CHUNK_DIGITS
-        plain = ternary.pack(bytes((0, 1, 255) * count)[:count])
-        dispatcher._usual_share = ternary.nonzero_share(plain)
+        plain = steps.pack_digits(bytes((0, 1, 255) * count)[:count])
+        dispatcher._usual_share = steps.nonzero_share(plain)
         honest.works(0, 2, packed=plain)
         until(lambda: len(dispatcher.work.done) == 2)
-        odd.works(0, 1, packed=ternary.pack(b"\1" * count))
+        odd.works(0, 1, packed=steps.pack_digits(b"\1" * count))
         until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
 
 
@@ -337,26 +336,6 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
     assert late.loads >= 1 and sum(other.loads for other in others) <= 1
     assert {engine.digest() for engine in (late, *others)} == {digest} and kept(tmp_path) == packed
     assert "w1 has erred, 1 of 3" in server.said and "2 of 3" not in server.said
-
-
-def test_the_majority_of_authors_decides_which_state_is_right():
-    states, votes = States(), {A.author, B.author, C.author}
-
-    def judged(worker, digest, rebuilt=False, at_work=()):
-        return states.judge(5, worker.author, digest, rebuilt, at_work)
-
-    for _ in range(2):                                           # its own vote counts once
-        assert judged(A, b"x") == (AGREES, False) and states.decided(5)
-    assert judged(B, b"y", at_work=votes) == (WAIT, False)       # c has still to vote
-    assert judged(B, b"y") == judged(A, b"x") == ("rebuild", False) and not states.decided(5)
-    assert judged(B, b"y", True) == judged(A, b"x", True) == (WAIT, False)
-    assert states.contradicts(5, b"x") and not states.contradicts(6, b"x")
-    assert judged(C, b"y") == (AGREES, False) and states.outvoted(5, b"y") == [A.author]
-    assert judged(A, b"x", True) == ("rebuild", True) and not states.contradicts(5, b"y")
-    assert judged(A, b"y", True) == (AGREES, False)              # it has rebuilt, and its error is counted
-    for step in range(5, 30):
-        states.judge(step, A.author, b"y", False)
-    assert min(states.votes) == 30 - STATES_KEPT
 
 
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):

@@ -131,7 +131,7 @@ def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, c
                           "lies in run\n", said)[1])
     assert 0 < steps < 30 and os.path.exists("run/" + snapshot_name(steps))
     said = succeeds(run(f"{ask} --patience 1 -DLR_SCHEDULE=0:0".replace("run", "still"), *often))
-    assert re.search(r"\nstopped after \d+ steps, as 1 validations were no better than that of step 0; the run", said)
+    assert re.search(r"\nstopped after \d+ steps, by --patience 1: no validation was better than that of step 0", said)
     done = run("train --target 2", *bytes_here, "-DVALIDATE_EVERY=0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("egg: --target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY")
@@ -161,7 +161,8 @@ def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ends(f"port {port} is in use", f"coordinator --port {port}", *bytes_here[:-2])
-        ends(str(port), f"train --http {port}", *bytes_here)
+        ends(f"egg: --http 127.0.0.1:{port}: Address already in use: choose another address", f"train --http {port}",
+             *bytes_here)
     monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
     ends("too little memory", "train", *bytes_here)
     assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
@@ -291,8 +292,8 @@ for verb in json.loads(sys.argv[3]):
     if verb == "evaluate":
         engine.evaluate(0, 2 if cfg.PERTURB == "weights" else cfg.CHUNK_SIZE)
     if verb == "update":
-        from model import ternary
-        engine.update(bytes([7]).ljust(ternary.packed_size(cfg.STEP_DIGITS), b"\\0"))           # digits 1, -1, 0 ...
+        from model import steps
+        engine.update(bytes([7]).ljust(steps.packed_size(cfg.STEP_DIGITS), b"\\0"))           # digits 1, -1, 0 ...
     if verb == "digest":
         engine.digest()
     if verb == "validate":
@@ -391,17 +392,6 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
         for chosen in "--preset deggs", "--preset best", "-D N_LAYERS=2":
             assert succeeds(run(f"{command} {chosen}", preset="")) == ""
     assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
-
-
-@mark.parametrize("gpus", [2, 3])
-def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpus):
-    monkeypatch.setattr(hardware, "devices", lambda cfg: [f"cuda:{i}" for i in range(gpus)])
-    monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("enough")))
-    cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
-    with raises(train.TrainError, match="enough"):
-        train.train(cfg, None, Console(), steps=1)
-    said = "".join(capsys.readouterr())
-    assert ("3 GPUs, but a step has 2 of the chunks" in said) == (gpus == 3)
 
 
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):

@@ -61,4 +61,6 @@ def test_what_is_wrong_is_an_error_to_catch(tmp_path, monkeypatch):
         egg_use.load("nowhere")
     with raises(egg_config.EggError, match="N_LAYERS"):
         egg_use.train(N_LAYERS=-1)
+    with raises(egg_config.UsageError, match="--stps=3"):
+        egg_use.train(stps=3)
     assert not os.listdir()

@@ -1,233 +1,87 @@
 """Work that is begun before it is asked for: it is used where it is right and leaves nothing behind where it is not."""
 
 import math
-import zlib
-from types import SimpleNamespace
 
 import numpy as np
-from numpy import int32, int8, uint64, uint8
+from numpy import int8
 from numpy.random import default_rng
-from pytest import fail, fixture, importorskip, mark
+from pytest import mark
 
 import egg_config
-import no_device
-from cluster import history
 from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
-from model import fitness_digits, parameters, rules, seeds, ternary
+from model import rules, steps
 from coordinators import cluster
-from no_device import device_array
-from fakes import CFG, any_fitness, changed, step_alone
-from recordings import digests
 from engines_compared import begun_ahead
+from fakes import CFG, FakeEngine, changed, expected
 from readings import as_data, equal
 
-TOKENS = 1 << 20
 STEPS = 30
-cuda_engine = importorskip("engine.cuda_engine")
 
 
-class Kernel:
-    """launches[grid...](*arguments) calls a function."""
+class Ahead(FakeEngine):
+    """Notes what is begun: of evaluations (step, first, count), those that were there when they were asked for, and
+    the steps of updates. None may be undone."""
 
-    def __init__(self, function):
-        self.function = function
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ready, self.work, self.updates, self.fitness = set(), set(), [], [], None
 
-    def __getitem__(self, _):
-        return self.function
+    def begin(self, first, count):
+        if (first, count) not in self.begun:
+            self.begun.add((first, count))
+            self.work.append((self.step + (self.fitness is not None), first, count))
 
+    def begin_update(self, fitness):
+        assert self.fitness in (None, fitness)
+        if self.fitness is None:
+            self.updates.append(self.step)
+            self.fitness, self.begun = fitness, set()
+        return True
 
-class Forward:
-    """Losses depend on the packed weights, the overlay, the windows, and all of the job. Packing is a copy."""
+    def update(self, fitness):
+        self.begin_update(fitness)
+        self.fitness = None
+        return super().update(fitness)
 
-    packed_bytes, kernels = 8, {}
-
-    def __init__(self, cfg):
-        self.cfg, self.evaluated = cfg, []
-
-    def tables(self):
-        pass
-
-    def scratch_bytes(self, pairs):
-        return 100 * pairs
-
-    votes = None
-
-    def clean_scratch_bytes(self, windows, length):
-        return windows
-
-    def pack(self, stream, weights, packed):
-        packed[:] = weights[:8]
-
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        assert losses.size == 2 * pairs and len(scratch) >= 100 * pairs and windows.size % pairs == 0
-        first, members = int(job[1]) + offset, np.arange(2 * pairs)
-        self.evaluated.append((int(job[0]), 2 * first, members.size))
-        seed = zlib.crc32(packed.tobytes() + overlay.tobytes() + job[[0, 2]].tobytes())
-        sums = windows.reshape(pairs, -1).sum(1, dtype=np.int64)
-        numbers = np.repeat(sums, 2) * 1000 + members % 2 + first + members // 2
-        losses[:] = seeds.hash32(seed, numbers.astype(uint64)) % 1000
-
-    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        nats[:] = zlib.crc32(packed.tobytes() + weights.tobytes()) % 1000
+    def evaluate(self, first, count):
+        assert self.fitness is None
+        if (first, count) in self.begun and first % CFG.CHUNK_SIZE == 0:
+            self.ready.add((self.step, first))
+        self.begin(first, count)
+        self.begun.remove((first, count))
+        return super().evaluate(first, count)
 
 
-class Update:
-    def __init__(self, cfg, kernels, budget):
-        self.changed = device_array(1, int32)
-        self.packed = device_array(ternary.packed_size(cfg.STEP_DIGITS), uint8)
-        self.rates = device_array(len(parameters.tensors(cfg)), np.float32)
-
-    bytes_needed = staticmethod(lambda cfg: 0)
-
-    def launches(self, stream, job, weights, moments, overlay):
-        def optimize():
-            assert self.changed[0] == 0
-            digest = zlib.crc32(self.packed.tobytes() + job.tobytes() + weights.tobytes() + moments.tobytes())
-            weights[:4] = np.frombuffer(digest.to_bytes(4, "little"), int8)
-            moments[0, 0] += self.rates[0]
-            overlay[0] += 1
-            self.changed[0] = digest % 1000
-
-        return [optimize]
-
-
-@fixture
-def engine_of(monkeypatch):
-    """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
-    def kernels(cfg, cc, limit, token_type):
-        def cut_windows(tokens, place, job, first, size, followers, windows):
-            assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
-            n = windows.size // cfg.WINDOW
-            windows[:] = rules.windows(cfg, np.asarray(tokens), steps[int(place[0])], int(place[1]), n).ravel()
-
-        def digest(weights, moments, overlay, out):
-            out += np.frombuffer(zlib.crc32(weights.tobytes() + moments.tobytes() + overlay.tobytes())
-                                 .to_bytes(4, "little") * 4, uint64)
-
-        steps = {step * cfg.SEQ_LEN % (TOKENS - cfg.SEQ_LEN): step for step in range(400)}
-        return Forward(cfg), {"cut_windows": Kernel(cut_windows), "digest": Kernel(digest)}, {"digest": []}
-
-    fake, memory = no_device.names()
-    monkeypatch.setattr(cuda_engine, "cuda", SimpleNamespace(**fake))
-    monkeypatch.setattr(cuda_engine, "kernels", kernels)
-    monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: 0)
-    monkeypatch.setattr(cuda_engine, "compile_all", lambda *args: 0.0)
-    monkeypatch.setattr(cuda_engine.update, "Update", Update)
-    monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
-    tokens = default_rng(3).integers(0, 256, TOKENS).astype(uint8)
-
-    def make(cfg=CFG):
-        engine = cuda_engine.CudaEngine(cfg, tokens)
-        engine.evaluated = engine._forward.evaluated
-        return engine
-
-    make.memory = memory
-    return make
-
-
-def fitness_of(seed):
-    return any_fitness(CFG, seed)
-
-
-USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).tolist(), "digest": lambda e: e.digest(),
-        "state": lambda e: digests(e.state()), "validate": lambda e: e.validate(np.zeros((3, 9), int32)),
-        "another update": lambda e: (e.update(fitness_of(9)), e.digest()),
-        "load": lambda e: (e.load(parameters.initial_state(e.cfg)), e.digest())}
-
-
-# --- the CUDA engine's host side --------------------------------------------------------------------------------------
-
-def run(engine, steps):
-    """As one engine without a network does it: digests of the state."""
-    for _ in range(steps):
-        step_alone(engine)
-    return digests(engine.state())
-
-
-@mark.parametrize("memory", [1 << 30, 1 << 10])
-@mark.parametrize("on_device", [True, False])
-def test_what_is_begun_shows_nowhere(engine_of, on_device, memory):
-    """In whatever order evaluations and updates are begun and asked for, with and without room for them, the engine
-    answers like one that begins nothing."""
-    cfg = changed(LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
-    engine_of.memory.free = 1 << 30 if on_device else 1 << 21    # too little for the tokens
-    plain, ahead, rng = engine_of(cfg), engine_of(cfg), default_rng(8)
-    assert (plain._tokens is not None) == on_device
-    engine_of.memory.free = memory
-    for _ in range(600):
-        kind = rng.choice(["begin", "begin update", "evaluate", "update", *USES],
-                          p=[0.3, 0.2, 0.28, 0.15, *[0.01] * len(USES)])
-        members, fitness = (int(rng.integers(5)) * 8, int(rng.integers(1, 5)) * 4), fitness_of(int(rng.integers(2)))
-        if kind == "begin":
-            ahead.begin(*members)
-            assert len(ahead._begun) < 3
-        elif kind == "begin update":
-            assert ahead.begin_update(fitness) == (memory > 1 << 20)
-        elif kind == "evaluate":
-            equal(ahead.evaluate(*members), plain.evaluate(*members))
-        elif kind == "update":
-            assert ahead.update(fitness) == plain.update(fitness)
-        else:
-            assert USES[kind](ahead) == USES[kind](plain)
-        assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
-    assert digests(ahead.state()) == digests(plain.state()) and ahead.digest() == plain.digest()
-
+# --- the worker -------------------------------------------------------------------------------------------------------
 
 @mark.parametrize("slice_size", [64, 10])
-def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path, monkeypatch, slice_size):
+def test_a_worker_alone_waits_for_nobody(tmp_path, monkeypatch, slice_size):
     """It begins every update and, once it is sure, the first slice of every chunk before the coordinator answers.
-    Nothing is evaluated twice."""
+    Nothing is evaluated twice, and nothing that is begun changes the run."""
     monkeypatch.setattr(Worker, "slice", slice_size)
     monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
-    engine, begun, ready, evaluate = engine_of(), [], set(), cuda_engine.CudaEngine.evaluate
-
-    def watched(self, first, count):
-        if (first, count) in self._begun and first % CFG.CHUNK_SIZE == 0:
-            ready.add((self.step, first))
-        return evaluate(self, first, count)
-
-    monkeypatch.setattr(cuda_engine.CudaEngine, "evaluate", watched)
-    engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
-    engine._undo_update = lambda: fail("undone") if engine._fitness is not None else None
-    assert cluster(tmp_path, [engine], STEPS).run.step == STEPS and begun == [*range(STEPS)]
-    del engine._undo_update
-    assert digests(engine.state()) == run(engine_of(), STEPS)
-    assert len(set(engine.evaluated)) == len(engine.evaluated)
-    assert len(ready) >= STEPS * CFG.N_CHUNKS - 2 * SURE_AFTER - 1, "unsure: first chunks of steps, others, the first"
+    engine = Ahead()
+    assert cluster(tmp_path, [engine], STEPS).run.step == STEPS and engine.updates == [*range(STEPS)]
+    assert engine.digest() == expected(STEPS)[1] and len(set(engine.work)) == len(engine.work)
+    least = STEPS * CFG.N_CHUNKS - 2 * SURE_AFTER - 1
+    assert len(engine.ready) >= least, "unsure: first chunks of steps, others, the first"
 
 
-def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
-    """The coordinator has another fitness than the worker that has done the whole step: the update is of that."""
-    engine, plain = engine_of(), engine_of()
-    append = history.Run.append
-
-    def other(self, packed, *rest):
-        return append(self, fitness_of(5) if self.step == 3 else packed, *rest)
-
-    monkeypatch.setattr(history.Run, "append", other)
-    cluster(tmp_path, [engine], 6)
-    run(plain, 3)
-    plain.update(fitness_of(5))
-    assert digests(engine.state()) == run(plain, 2) and engine.step == 6
-
-
-def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypatch):
+def test_workers_that_share_a_step_begin_no_update(tmp_path, monkeypatch):
     """Before the answer, that is; one that has done all chunks of a step, and only that, may."""
-    engines, done, result = [engine_of(), engine_of()], [], Worker._result
+    engines, done, result = [Ahead(), Ahead()], [], Worker._result
 
     def noted(self, *chunk):
         frame = result(self, *chunk)
-        if self.engine._fitness is not None:
-            done.append({first for seed, first, _ in self.engine.evaluated if seed == self.engine.seed})
+        if self.engine.fitness is not None:
+            done.append({first for step, first, _ in self.engine.evaluated if step == self.engine.step})
         return frame
 
     monkeypatch.setattr(Worker, "_result", noted)
     cluster(tmp_path, engines, 12)
-    assert {digests(engine.state()) for engine in engines if engine.step == 12} <= {run(engine_of(), 12)}
+    assert {engine.digest() for engine in engines if engine.step == 12} == {expected(12)[1]}
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
-
-# --- the worker -------------------------------------------------------------------------------------------------------
 
 def test_certainty_is_lost_with_a_mistake():
     predictor, size = ChunkPredictor(CFG), CFG.CHUNK_SIZE
@@ -276,12 +130,12 @@ def test_fitness_is_that_of_the_plain_rule(changes):
             wanted = [0 if abs(x) < least else 1 if x > 0 else -1 for x in d]
         else:
             wanted = [(x > 0) - (x < 0) for x in d]
-        got = fitness_digits.chunk_fitness(losses, cfg)
+        got = rules.chunk_fitness(losses, cfg)
         assert got.dtype == int8 and got.tolist() == wanted
-        packed = fitness_digits.pack_ternary(got)
+        packed = steps.pack_digits(got)
         digits = [x % 3 for x in wanted] + [0] * 3
         assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
-        equal(fitness_digits.unpack_ternary(packed, got.size), got)
+        equal(rules.unpacked_digits(packed, got.size), got)
 
 
 @mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)

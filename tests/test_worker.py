@@ -1,5 +1,6 @@
 """The worker: reconnecting, slices, rebuilding."""
 
+import functools
 import re
 import subprocess
 from time import sleep
@@ -11,12 +12,17 @@ import commands
 import egg_net
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
-from model import data_files, fitness_digits, seeds
-from model.fitness_digits import pack_ternary
+from model import data_files, rules, steps
+from model.steps import pack_digits
 from commands import DEFINES, TEXT, begin
-from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
-                          work_in_thread)
-from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, expected
+from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, replayed, run_worker, until,
+                          whole, work_in_thread)
+from engine.cpu_engine import CpuEngine
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, expected, step_alone
+from readings import BASE
+
+COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
+TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
@@ -29,6 +35,28 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     assert kept(tmp_path) == packed
     assert all(engine.digest() == digest and engine.evaluated for engine in engines)
     assert re.findall("^Step [1-5] .*Updates: (\\d+)", server.said, re.M) == ["101", "102", "103", "104", "105"]
+
+
+@mark.parametrize("values", [
+    dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
+    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, LOSS="exact", AUDIT_RATE=1.0,
+         SOFT_TARGETS=((1, 2), (4, 1))),
+    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02))),
+    dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
+         ADAPTIVE_NOISE_MODE=2)],
+    ids="muon-ntt3 gru-soft-targets ntt1-sgd muon-cubic-ntt2-gaussian-tails".split())
+def test_distributed_and_resumed(tmp_path, values):
+    """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
+    of one engine."""
+    cfg = BASE.changed(**values)
+    engine = functools.partial(CpuEngine, cfg, TOKENS, threads=1)
+    alone = engine()
+    assert any([step_alone(alone)[2] for _ in range(6)])
+    for steps in (3, 6):
+        workers = [engine(), engine()]
+        server = cluster(tmp_path, workers, steps, cfg, save=True)
+        assert "not that of others" not in server.said
+    assert {one.digest() for one in (*workers, replayed(tmp_path, engine()))} == {alone.digest()}
 
 
 @mark.parametrize("every, steps", [(2, [0, 2, 4]), (10, [0, 1, 2, 5, 10]), (500, [0, 50, 100, 250, 500])])
@@ -92,7 +120,7 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
     assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
 
 
-SEED1 = seeds.next_seed(42, 0)
+SEED1 = steps.next_seed(42, 0)
 
 
 def response(seed, step, position, packed=b""):
@@ -128,7 +156,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
     result, = (payload for opcode, payload in requests if opcode == RESULT)
     losses = engine.evaluate(64, 32)
     assert RESULT.unpack(result)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4)
-    assert result[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
+    assert result[44:] == pack_digits(rules.chunk_fitness(losses, CFG))
     asked = [JOB_REQUEST.unpack(payload)[:2] for opcode, payload in requests if opcode == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(SEED1, 1)] * 3
 
@@ -158,7 +186,7 @@ def test_the_worker_refuses_what_cannot_be_right(reason, answer):
 
 def test_unreachable_hosts_are_one_line():
     port = free_port()
-    for host, words in (("a..b", "cannot be reached"), ("127.0.0.1", "no coordinator at"),
+    for host, words in (("a..b", "cannot be reached"), ("127.0.0.1", "cannot join 127.0.0.1:"),
                         ("localhost:12345", "cannot be reached: .*: write localhost --port 12345")):
         with refused(words):
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))

@@ -15,7 +15,7 @@ import numpy as np
 from cluster.console import Console
 from cluster.history import EVENTS
 from engine import hardware
-from model import data_files, fitness_digits, parameters, rules
+from model import data_files, parameters, rules, steps
 from tools import train
 
 ROUNDS = 5
@@ -65,7 +65,7 @@ def bench_engine(cfg, engine, tokens, members, device):
     if device == "cpu":
         say("            " + ("good: int8 is as fast as float32 or faster" if work >= limit else
                               "low: another program uses the cores, or the processor has no AVX512-VNNI"))
-    fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
+    fitness = steps.pack_digits(np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
     windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     prompt, new = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if device == "cpu" else 512
     say(f"update      {median_seconds(lambda: engine.update(fitness)) * 1e3:,.2f} ms")

@@ -70,7 +70,7 @@ class Curve:
                 self.references = {_text(name): _number(value) for name, value in event["values"].items()}
             case "merge":
                 self.merges.append((self.loss[-1], event))
-            case "sample":
+            case "sample" if event not in self.samples:          # the page may find one in the log that is also news
                 self.samples.append(event)
 
     def _add(self, quantity, event, value, seconds):

@@ -1,5 +1,6 @@
-"""Inside one member: statistics of its activations, by the plain reading of the model (model.reading), and of all
-weights, with the names of d-eggs.
+"""What a model is made of: the parts of a configuration and what they cost (`egg.py arch`); and inside one member
+(`egg.py debug`) statistics of its activations, by the plain reading of the model (model.reading), and of all weights,
+with the names of d-eggs.
 """
 
 import json
@@ -8,11 +9,53 @@ import numpy as np
 
 from cluster.console import table
 from egg_config import EggError, explained
-from model import parameters, rules
+from model import activations, parameters, rules
 from model.reading import Reading
 
 POSITION = 32              # position of the window whose activations are shown; the last one of a shorter window
 SATURATED = 126            # a value of this size or more counts as saturated
+
+
+# --- architecture -----------------------------------------------------------------------------------------------------
+
+def architecture(cfg):
+    """str: a table of the parameters, each of which is a byte, then what the model, the optimizer and a step cost."""
+    arrays, rows = parameters.tensors(cfg), []
+    for t in arrays:
+        if t.layer == 0:
+            layers = cfg.N_LAYERS if t.per_layer else 1
+            rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
+                         str(layers) if t.per_layer else "", f"{layers * t.size:,}"))
+    size, tokens = parameters.n_weights(cfg), cfg.POPULATION_SIZE * cfg.SEQ_LEN
+    head, *body = table(("component", "dimensions", "parameters", "layers", "total"),
+                        [*rows, ("all", "", "", "", f"{size:,}")], 2)
+    rule = "-" * len(head)
+    products, attention = parameters.products_per_token(cfg), ""
+    model = f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.VOCAB_SIZE:,} tokens, windows of {cfg.SEQ_LEN}"
+    if cfg.MODEL == "transformer":               # scores and weighted values over (T + 1) / 2 positions on average
+        model += f", {cfg.N_HEADS} heads of {cfg.HEAD_DIM}; head and embedding are one matrix"
+        attention = f", {cfg.N_LAYERS * cfg.HIDDEN_DIM * (cfg.SEQ_LEN + 1):,} in attention"
+    groups = cfg.POPULATION_SIZE // cfg.GROUP_SIZE
+    if cfg.PERTURB == "weights":
+        noise, parts = "on weights", f"{cfg.N_PAIRS:,} antithetic pairs"
+        read, votes = tokens, size * cfg.N_PAIRS
+    else:                                        # the clean model reads every window, too, and each votes
+        noise = "on activations: " + ", ".join(
+            f"{p.name} {p.amplitude}" for p in activations.phases(cfg).values() if not p.layer)
+        parts, read = f"{groups:,} groups of {cfg.GROUP_SIZE}", tokens + groups * cfg.SEQ_LEN
+        votes = size * groups * cfg.SEQ_LEN
+    facts = {"model": f"{cfg.MODEL}, {model}",
+             "optimizer": f"{12 * size:,} bytes (m, v and accumulator, float32), {parameters.n_overlay(cfg):,} noise "
+                          "scales",
+             "noise": noise,
+             "a token": f"{products:,} multiply-adds in matrices{attention}",
+             "a step": f"{cfg.POPULATION_SIZE:,} members ({parts}, {cfg.N_CHUNKS} chunks) x {cfg.SEQ_LEN} tokens = "
+                       f"{tokens:,} tokens",
+             "": f"{products * read:.3g} multiply-adds in matrices to evaluate, {votes:.3g} to vote",
+             "on the wire": f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_DIGITS // 5):,} bytes of fitness, then "
+                            f"{-(-cfg.STEP_DIGITS // 5):,} bytes to every worker"}
+    lines = [head, rule, *body[:-1], rule, body[-1], "", *(f"{name:12}{fact}" for name, fact in facts.items())]
+    return "\n".join(lines)
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -72,21 +115,14 @@ def trace(cfg, state, tokens):
 # --- for people and for programs -------------------------------------------------------------------------------------
 
 def describe(traced):
-    """[str]: the lines of a trace, a table of values and one of attention."""
-    values, queries = [], []
+    """[str]: the lines of a trace, a table of values and one of attention; layer -1: outside the layers."""
+    lines, tables = [f"step {traced['step']}, member 0, position {traced['position']}"], {}
     for part in traced["parts"] + traced["weights"]:
-        place = "" if part["layer"] < 0 else str(part["layer"])
-        if "head" in part:
-            queries.append((place, str(part["head"]), *(f"{part[name]:.2f}" for name in ("entropy", "peak")),
-                            *(str(part[name]) for name in ("largest", "sum", "context"))))
-        else:
-            values.append((part["name"], place, *(f"{part[name]:.2f}" for name in ("mean", "std", "entropy")),
-                           *(f"{part[name]:.0%}" for name in ("saturated", "zero")),
-                           f"{part['low']} to {part['high']}"))
-    lines = table(("name", "layer", "mean", "std", "entropy", "saturated", "zero", "range"), values, 1)
-    if queries:
-        lines += table(("layer", "head", "entropy", "peak", "largest", "sum", "context"), queries, 0)
-    return [f"step {traced['step']}, member 0, position {traced['position']}", *lines]
+        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in part.values()]
+        tables.setdefault(tuple(part), []).append(cells)
+    for head, rows in tables.items():
+        lines += table(head, rows, 2)
+    return lines
 
 
 def report(cfg, engine, tokens, console, path=None):

@@ -82,8 +82,6 @@ egg_island_taken_total        peers            taken              name
 class Where(namedtuple("Where", "host port password tls")):
     """The address of the page, and who may see it. password: "" for everybody; tls: an ssl.SSLContext or None."""
 
-    descriptors = MOST_CLIENTS         # sockets that it may hold open (egg_net.Coordinator)
-
     def attach(self, coordinator):
         """The Page of a coordinator. Raises WatchError."""
         return Page(self, coordinator)

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections import deque, namedtuple
 from numbers import Real
@@ -31,8 +32,8 @@ import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import data_files, fitness_digits, rewards as reward_votes, sampling
-from model.seeds import hash32
+from model import activations, data_files, rules, steps
+from model.steps import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
@@ -45,8 +46,6 @@ MOST_REWARD = 1 << 30
 NO_END = (1 << 31) - 1       # max_steps of a run without --steps
 LOGGED = 16                  # most columns of the texts of a measurement that are kept
 SHOWN = 4                    # of the best of these texts, and of others
-# Makes texts of tokens: data_files.Decoding, [row], the names of further columns, STOP; max_steps: of the run
-Reader = namedtuple("Reader", "decoding rows columns stop max_steps")
 # what a reward function gets beside the columns of DATA, as of TRL
 OURS = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 
@@ -167,8 +166,7 @@ def _begun(rows, sequences):
 
 def _windows(tokens, starts):
     """The Prompts that begin at these places of the tokens."""
-    windows = np.asarray(tokens)[starts[:, None] + np.arange(PROMPT_TOKENS)].astype(np.int32)
-    return Prompts(np.full(len(starts), -1), windows, np.full(len(starts), PROMPT_TOKENS))
+    return _begun(np.full(len(starts), -1), [tokens[start:start + PROMPT_TOKENS] for start in starts])
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def judged(functions, texts, loop, state):
 
     def log_extra(name, values):
         if len(values) != count:
-            raise ObjectiveError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
         columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else str(x)[:100]
                                    for x in values]
 
@@ -197,9 +195,10 @@ def judged(functions, texts, loop, state):
             answer = function(**{key: values for key, values in passed.items() if every or key in takes})
             if inspect.isawaitable(answer):
                 answer = loop.run_until_complete(answer)
-        except BaseException as error:
-            error.add_note(name)
-            raise
+        except BaseException as error:               # also SystemExit
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ObjectiveError(f"{name} raised {_said(error)} in {os.path.basename(place.filename)}:{place.lineno}") \
+                from None
         answers[name] = _checked(name, answer, count)
     if "reply" in functions:
         return answers["reply"], {}
@@ -227,32 +226,9 @@ def _checked(name, answers, count):
     return answers
 
 
-def readable(reader, rows, tokens, lengths, completions):
-    """The dict of lists for a function, of the values of Prompts. completions: int32 [n, TOKENS], or the texts."""
-    decoding = reader.decoding
-    if isinstance(completions, list):
-        ids = [decoding.encode(text.encode("utf-8", "replace")) for text in completions]
-    else:
-        ids, completions = zip(*(_ended(reader, written) for written in completions))
-    rows = [reader.rows[row] if row >= 0 else {} for row in rows]
-    first = [row.get("prompt") or data_files.text(decoding, begun[:n]) for row, begun, n in zip(rows, tokens, lengths)]
-    return {"prompts": first, "completions": list(completions), "completion_ids": [x.tolist() for x in ids],
-            **{name: [row.get(name) for row in rows] for name in reader.columns}}
-
-
-def _ended(reader, tokens, through=False):
-    """(tokens, text) of a completion, to where it ends; through: with the tokens of STOP."""
-    data = reader.decoding.decode(tokens)
-    if reader.stop:
-        data, stop, _ = data.partition(reader.stop.encode())
-        ends = np.cumsum(lengths := reader.decoding.lengths[tokens])
-        tokens = tokens[ends - lengths < len(data) + len(stop) * through]
-    return tokens, data.decode("utf-8", "replace")
-
-
-def _judge(path, name, reader, pipe):
-    """The main function of a process that judges. It takes (a dict of lists, or of arguments of `readable`; the step),
-    and gives (answers, columns, what was printed), the first time when it has loaded the file, or a str, the error."""
+def _judge(path, name, max_steps, pipe):
+    """The main function of a process that judges. It takes (a dict of lists, the step), and gives (answers, columns,
+    what was printed), the first time when it has loaded the file, or a str, the error."""
     os.setpgid(0, 0)                                 # so that what the function starts ends with this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout = printed = io.StringIO()
@@ -267,14 +243,12 @@ def _judge(path, name, reader, pipe):
             printed.seek(0)
             printed.truncate()
             texts, step = pipe.recv()
-            texts = texts if "prompts" in texts else readable(reader, **texts)
-            state = types.SimpleNamespace(global_step=step, max_steps=reader.max_steps)
-            call = functools.partial(judged, functions, loop=loop, state=state)
+            state = types.SimpleNamespace(global_step=step, max_steps=max_steps)
             try:
-                answers = call(texts)
-            except BaseException as error:           # also SystemExit
+                answers = judged(functions, texts, loop, state)
+            except ObjectiveError as error:
                 print(printed.getvalue()[-2000:], end="", file=sys.stderr)
-                answers = f"{path}: {_blamed(call, texts, error)}"
+                answers = f"{path}: {error}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -287,37 +261,17 @@ def _end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def _blamed(call, texts, error):
-    """str: the error of a call, with a text for which it fails alone."""
-    why = str(error) if isinstance(error, ObjectiveError) else f"{error.__notes__[-1]} raised {_said(error)}"
-    while (count := len(texts["prompts"])) > 1:
-        for part in slice(count // 2), slice(count // 2, count):
-            fewer = {name: values[part] for name, values in texts.items()}
-            try:
-                call(fewer)
-            except BaseException:
-                texts = fewer
-                break
-        else:
-            return why
-    text = texts.get("completions", texts.get("texts"))[0]
-    return f"{why}, for the prompt {texts['prompts'][0][-60:]!r} and the text {text[:60]!r}"
-
-
 class Judge:
     """`count` processes that call the functions of a file on lists of texts, while the engine writes the next ones.
-    name: reward or reply; columns: {name: [value of each text]}, what was logged of the last batch."""
+    max_steps: of the run; name: reward or reply; columns: {name: [value of each text]}, what was logged of the last
+    batch."""
 
     _lines, _first = 0, ""     # how many were printed, and the first of them until it is told
 
-    def __init__(self, path, count, seconds, reader, name="reward"):
+    def __init__(self, path, count, seconds, max_steps=NO_END, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
-        try:
-            started = [hardware.start_process(_judge, path, name, reader) for _ in range(count)]
-        except (pickle.PicklingError, AttributeError, TypeError) as error:       # at the first one, if at all
-            raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
-                                 "numbers and texts") from None
-        self._processes, self._pipes = zip(*started)
+        self._processes, self._pipes = zip(*(hardware.start_process(_judge, path, name, max_steps)
+                                             for _ in range(count)))
         self.waited = 0.0                            # seconds in `finish`
         self.columns = {}
         # (pipe, first text, end) of the answers that are expected; at first that the file has loaded, however long
@@ -325,15 +279,20 @@ class Judge:
         self._until = time.monotonic() + 1e6
 
     def begin(self, texts, step=0):
-        """Hands out a dict of lists for the functions, or of arguments of `readable`, to the processes; returns the
-        answers to what was handed out before. step: updates before. Raises ObjectiveError."""
+        """Hands out a dict of lists for the functions to the processes; returns the answers to what was handed out
+        before. step: updates before. Raises ObjectiveError."""
         before = self.finish()
-        count = len(next(iter(texts.values())))
+        count = len(texts["prompts"])
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
         for pipe, a, b in self._busy:
-            with contextlib.suppress(OSError):       # `finish` says why
+            try:
                 pipe.send(({name: values[a:b] for name, values in texts.items()}, step))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ObjectiveError(f"{self._path}: a column of DATA cannot be passed to another process "
+                                     f"({_said(error)}): give numbers and texts") from None
+            except OSError:
+                pass                                 # `finish` says why
         self._until = time.monotonic() + self._seconds
         return before
 
@@ -408,9 +367,9 @@ class Objective:
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, names, "TOKENS", 64, 1, LONGEST - 1)
-        stop = names.get("STOP", "")
-        if not isinstance(stop, str):
-            raise ObjectiveError(f"{path}: STOP = {stop!r}: must be a text")
+        self.stop = names.get("STOP", "")
+        if not isinstance(self.stop, str):
+            raise ObjectiveError(f"{path}: STOP = {self.stop!r}: must be a text")
         self.turns = _number(path, names, "TURNS", 1, 1, MOST_TURNS)
         if callable(names.get("reply")) != (self.turns > 1):
             raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
@@ -421,22 +380,23 @@ class Objective:
                                  f"{64 / scale:.2g}: equal texts teach nothing; MEASURE_TEMPERATURE = 0 measures the "
                                  "likeliest")
         measured = _number(path, names, "MEASURE_TEMPERATURE", self.temperature, 0.0, 100.0)
-        self.settings, self.measuring = (sampling.settings(cfg, value, 0.0, 0.0)
+        self.settings, self.measuring = (rules.sampling_settings(cfg, value, 0.0, 0.0)
                                          for value in (self.temperature, measured))
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
         rows, kept_out = (_rows(path, names, name) for name in ("DATA", "HELD_OUT"))
         self.rows = rows if kept_out or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
         kept_out = kept_out or rows[::10]
-        columns = sorted({name for row in rows + kept_out for name in row} - OURS)
-        self.reader = Reader(decoding, self.rows + kept_out, columns, stop, max_steps or NO_END)
-        encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
+        self._columns = sorted({name for row in rows + kept_out for name in row} - OURS)
+        self._known = self.rows + kept_out
+        encoded = [self._encoded(row["prompt"]) for row in self._known]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
         self.held_out = self._held_out_prompts(len(kept_out), tokens if held_out is None else held_out, measured > 0)
-        judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
+        judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS,
+                                  max_steps or NO_END)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
-        self.learnt = deque(maxlen=CHUNKS_SHOWN)                 # (arguments of `readable`, rewards) of the last chunks
+        self.learnt = deque(maxlen=CHUNKS_SHOWN)                 # (completions, rewards) of the last chunks
 
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
@@ -461,44 +421,61 @@ class Objective:
             return self._of_rows.part(numbers % len(self.rows))
         return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
+    def _ended(self, tokens, through=False):
+        """(tokens, text) of a completion, to where it ends; through: with the tokens of STOP."""
+        data = self.decoding.decode(tokens)
+        if self.stop:
+            data, stop, _ = data.partition(self.stop.encode())
+            ends = np.cumsum(lengths := self.decoding.lengths[tokens])
+            tokens = tokens[ends - lengths < len(data) + len(stop) * through]
+        return tokens, data.decode("utf-8", "replace")
+
+    def _readable(self, prompts, completions):
+        """The dict of lists for a function. completions: int32 [n, TOKENS]."""
+        rows = [self._known[row] if row >= 0 else {} for row in prompts.rows]
+        ids, texts = zip(*map(self._ended, completions))
+        first = [row.get("prompt") or data_files.text(self.decoding, begun[:n])
+                 for row, begun, n in zip(rows, prompts.tokens, prompts.lengths)]
+        return {"prompts": first, "completions": list(texts), "completion_ids": [x.tolist() for x in ids],
+                **{name: [row.get(name) for row in rows] for name in self._columns}}
+
     def _written(self, engine, prompts, seeds, settings):
-        """(the arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
-        them; [int32 [n]]: each prompt and what follows; [bool [n]]: what of that the engine wrote). seeds: int64 [n],
-        of the draws."""
+        """(the dict of lists for a function; [int32 [n]]: each prompt and what follows; [bool [n]]: what of that the
+        engine wrote). seeds: int64 [n], of the draws."""
         completions = self._continued(engine, prompts, seeds, settings)
-        arguments = {**prompts._asdict(), "completions": completions}
+        texts = self._readable(prompts, completions)
         begun = [tokens[:n] for tokens, n in zip(prompts.tokens, prompts.lengths)]
         own = [np.zeros(n, bool) for n in prompts.lengths]
         if self.turns > 1:
-            arguments["completions"] = self._dialogues(engine, prompts, seeds, settings, completions, begun, own)
-        ends = [_ended(self.reader, tokens, True)[0] for tokens in completions]
-        return (arguments, list(map(np.append, begun, ends)),
+            texts["completions"] = self._dialogues(engine, prompts, seeds, settings, texts, completions, begun, own)
+            texts["completion_ids"] = [self.decoding.encode(text.encode("utf-8", "replace")).tolist()
+                                       for text in texts["completions"]]
+        ends = [self._ended(tokens, True)[0] for tokens in completions]
+        return (texts, list(map(np.append, begun, ends)),
                 [np.append(before, np.ones(len(end), bool)) for before, end in zip(own, ends)])
 
-    def _dialogues(self, engine, prompts, seeds, settings, completions, begun, own):
-        """[str]: all that follows the prompts. completions: the first texts, and then the last ones; begun, own: go on
-        to what is before these (see `_written`)."""
-        known = readable(self.reader, **prompts._asdict(), completions=completions)
+    def _dialogues(self, engine, prompts, seeds, settings, known, completions, begun, own):
+        """[str]: all that follows the prompts. known: the dict of the first texts; completions: their tokens, and then
+        the last ones; begun, own: go on to what is before these (see `_written`)."""
         dialogues, texts = [*known["prompts"]], known["completions"]
         live = range(len(begun))                     # dialogues that go on; the others are written on, but not used
         for turn in range(1, self.turns):
-            replies = self.other.answers({**{name: [known[name][i] for i in live] for name in self.reader.columns},
+            replies = self.other.answers({**{name: [known[name][i] for i in live] for name in self._columns},
                                           "prompts": [dialogues[i] for i in live], "texts": [texts[i] for i in live]},
                                          engine.step)
             replies = {i: reply for i, reply in zip(live, replies) if reply is not None}
             if not (live := list(replies)):
                 break
             for i, reply in replies.items():
-                text = _ended(self.reader, completions[i])[0]
+                text = self._ended(completions[i])[0]
                 heard = self._encoded(reply, len(begun[i]) + len(text))
                 begun[i] = np.concatenate([begun[i], text, heard])
                 own[i] = np.concatenate([own[i], np.ones(len(text), bool), np.zeros(len(heard), bool)])
                 dialogues[i] += texts[i] + reply
-            so_far = _begun(prompts.rows, begun)
-            continued = self._continued(engine, so_far, hash32(seeds, turn), settings)
-            now = readable(self.reader, *so_far, continued)
+            continued = self._continued(engine, _begun(prompts.rows, begun), hash32(seeds, turn), settings)
             for i in live:
-                texts[i], completions[i] = now["completions"][i], continued[i]
+                completions[i] = continued[i]
+                texts[i] = self._ended(continued[i])[1]
         return [(dialogue + text).removeprefix(prompt) for prompt, dialogue, text in
                 zip(known["prompts"], dialogues, texts)]
 
@@ -513,34 +490,34 @@ class Objective:
         `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
         cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        choices, seeds = reward_votes.draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        choices, seeds = activations.text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
         each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
         sequences, own, earned = [], [], []
         for at in range(0, len(seeds), each):
-            arguments, begun, written = self._written(engine, self.prompts(choices[at:at + each]), seeds[at:at + each],
-                                                      self.settings)
-            earned += self.judge.begin(arguments, engine.step)
+            texts, begun, written = self._written(engine, self.prompts(choices[at:at + each]), seeds[at:at + each],
+                                                  self.settings)
+            earned += self.judge.begin(texts, engine.step)
             sequences, own = sequences + begun, own + written
             check()
         last = self.judge.finish()
-        self.learnt.append((arguments, last))
+        self.learnt.append((texts["completions"], last))
         return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
         """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
         the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        if reward_votes.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+        if activations.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
             packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
-            loss = reward_votes.text_loss(cfg, engine.step, loss)
+            loss = activations.text_loss(cfg, engine.step, loss)
         else:
             group, loss = first // cfg.GROUP_SIZE, 0
             sequences, own, earned = self.texts(engine, group, check)
-            windows = reward_votes.windows(sequences, own, reward_votes.advantages(cfg, earned))
+            windows = activations.text_windows(sequences, own, activations.advantages(cfg, earned))
             if len(windows[0]):
                 packed = engine.vote(group, *windows, self.temperature)
             else:                                    # equal rewards are no votes
-                packed = fitness_digits.pack_ternary(np.zeros(cfg.CHUNK_DIGITS, np.int8))
+                packed = steps.pack_digits(np.zeros(cfg.CHUNK_DIGITS, np.int8))
         self.seconds += time.perf_counter() - started
         self.waited += self.judge.waited - waited
         return packed, loss
@@ -553,12 +530,11 @@ class Objective:
     def measured(self, engine):
         """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the
         unperturbed model; the same draws every time."""
-        written, rewards = self.judged(engine, self.held_out)
-        texts = readable(self.reader, **written)
+        texts, rewards = self.judged(engine, self.held_out)
         prompts, completions = texts["prompts"], texts["completions"]
         numbers = statistics(completions, rewards)
         if self.learnt:
-            written = [text for part, _ in self.learnt for text in readable(self.reader, **part)["completions"]]
+            written = [text for part, _ in self.learnt for text in part]
             earned = [reward for _, part in self.learnt for reward in part]
             learnt = statistics(written, earned, self.cfg.OBJECTIVE_TEXTS)
             numbers.update((f"seen_{name}", number) for name, number in learnt.items())
@@ -581,25 +557,25 @@ class Objective:
         """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
         count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, self.cfg.OBJECTIVE_TEXTS
         numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
-        self.learnt.append(self.judged(engine, self.prompts(numbers), self.settings))
+        texts, rewards = self.judged(engine, self.prompts(numbers), self.settings)
+        self.learnt.append((texts["completions"], rewards))
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        written, (reward,) = self.judged(engine, self.held_out.part([number % len(self.held_out.rows)]))
-        texts = readable(self.reader, **written)
+        texts, (reward,) = self.judged(engine, self.held_out.part([number % len(self.held_out.rows)]))
         earned = "not judged" if reward is None else f"reward {reward:.4f}"
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} ({earned})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt, and reply to the prompt. Raises ObjectiveError."""
-        known = readable(self.reader, *self.held_out.part([0, 0]), ["", ""])
+        known = self._readable(self.held_out.part([0, 0]), np.zeros((2, 0), np.int32))
         texts = ["", known["prompts"][0]]
         self.judge.answers({**known, "completions": texts})
         if self.other:
             self.other.answers({**known, "texts": texts[1:] * 2})
 
     def judged(self, engine, prompts, settings=None):
-        """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
+        """(the dict of lists for a function, rewards) of what the unperturbed model writes."""
         texts = self._written(engine, prompts, np.arange(len(prompts.rows)), settings or self.measuring)[0]
         return texts, self.judge.answers(texts, engine.step)
 

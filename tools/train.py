@@ -256,9 +256,6 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
         ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
         console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
                      f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
-        if len(devices) > cfg.N_CHUNKS:
-            events.warn(f"{len(devices)} GPUs, but a step has {cfg.N_CHUNKS} of the chunks that they share: some "
-                        f"wait; a new run with -D POPULATION_SIZE={len(devices) * cfg.CHUNK_SIZE} has one for each")
         console.line(f"kept in {run.directory}{run.beside}" if run.directory else
                      "nothing of this run is kept: --save-dir DIR keeps it")
         if coordinator.page:

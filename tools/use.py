@@ -10,13 +10,13 @@ import time
 
 import numpy as np
 
-from model import data_files, parameters, seeds
+from model import data_files, parameters, steps
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
 from tools import train
 
-EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
+EVAL_TOKENS = 1 << 16      # that are evaluated between two progress lines
 FORMAT = "egg-1"           # in the metadata
 BETWEEN = b"\n---\n"        # between two texts in a pipe or file
 
@@ -131,14 +131,10 @@ def evaluate(cfg, engine, path, most, console):
     windows = held_out.windows
     started = time.perf_counter()
     nats = 0.0
-    at = 0
-    batch = 1                                        # windows at a time
-    while at < len(windows):
-        began = time.perf_counter()
+    batch = max(1, EVAL_TOKENS // windows.shape[1])  # windows at a time
+    for at in range(0, len(windows), batch):
+        console.progress(f"{name}: {at / len(windows):.0%}")
         nats += engine.validate(windows[at:at + batch])[0]
-        at += batch
-        console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
-        batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
     seconds = time.perf_counter() - started
     count = windows[:, 1:].size
@@ -241,10 +237,8 @@ def read_state(cfg, file, path):
     UseError."""
     left, advice = set(file.keys()), "set the constants as they were when it was made"
     full = any(name.endswith(".moments") for name in left)
-    n, zeros = parameters.n_weights(cfg), np.broadcast_to       # no memory is taken for what the file claims
-    blank = parameters.State(zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
-                             zeros(np.int8(0), parameters.n_overlay(cfg)))
-    for name, view, shape, _ in views(cfg, blank, full):
+    state = parameters.initial_state(cfg)
+    for name, view, shape, matrix in views(cfg, state, full):
         if name not in left:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
         array, wanted = file.get_slice(name), (NAMES[view.dtype], list(shape))
@@ -252,12 +246,9 @@ def read_state(cfg, file, path):
             raise UseError(f"{path}: {name} is {stored[0]} {stored[1]}, this configuration has {wanted[0]} "
                            f"{wanted[1]}: {advice}")
         left.remove(name)
+        view[...] = parameters.to_canonical(file.get_tensor(name)) if matrix else file.get_tensor(name)
     if left:
         raise UseError(f"{path} holds {min(left)}, which this configuration does not have: {advice}")
-    state = parameters.initial_state(cfg)
-    for name, view, _, matrix in views(cfg, state, full):
-        array = file.get_tensor(name)
-        view[...] = parameters.to_canonical(array) if matrix else array
     try:
         parameters.check_state(state)
     except ValueError as error:
@@ -316,14 +307,16 @@ def begin(cfg, old, source, directory, threads, console, step):
             raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
         state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
-        state.step, state.seed = 1, seeds.next_seed(seeds.first_seed(cfg), 0)
-    elif cfg.ISLAND_SEED != old.ISLAND_SEED:
-        state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
-    _begin(cfg, state, directory)
+        state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
+        old = cfg
+    _begin(cfg, state, directory, old.ISLAND_SEED)
     console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
 
 
-def _begin(cfg, state, directory):
+def _begin(cfg, state, directory, island_seed):
+    """island_seed: that of the run which the state is from."""
+    if cfg.ISLAND_SEED != island_seed:
+        state.seed = steps.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     with explained(UseError, directory, "give a --save-dir that can be written"):
@@ -340,13 +333,11 @@ def import_(cfg, path, directory):
         # not 0: there a worker would begin with the random initial model
         step = int(metadata.get("step", 0))
         state.step = max(1, step)
-        state.seed = int(metadata["seed"]) if step else seeds.next_seed(seeds.first_seed(cfg), 0)
-        if cfg.ISLAND_SEED != read_config(path).get("ISLAND_SEED", 0):
-            state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
+        state.seed = int(metadata["seed"]) if step else steps.next_seed(steps.first_seed(cfg), 0)
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
-    _begin(cfg, state, directory)
+    _begin(cfg, state, directory, read_config(path).get("ISLAND_SEED", 0))
     extent = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {extent}"

@@ -1,9 +1,29 @@
-"""Fitness digits, five in a byte (SPEC 8), with the standard library alone: a coordinator needs no NumPy."""
+"""What belongs to a step: its seed (SPEC 2), and its digits of fitness, five in a byte (SPEC 8). With the standard
+library alone: a coordinator needs no NumPy."""
 
+INITIAL_SEED = 42
 _BYTES = bytes(range(243))                               # 3^5 of them
 # k -> the table that takes a byte to its digit k as int8: 0, 1 or -1
 _DIGITS = [bytes((0, 1, 255)[b // 3 ** k % 3] for b in _BYTES) + bytes(13) for k in range(5)]
 _VALUES = bytes((0, 1)) + bytes(253) + b"\2"             # of a digit
+
+
+def hash32(seed, i):
+    """`hash32` of model.rules in Python ints, without its casts: to open a history is to hash once a step."""
+    x = seed + i * 0x9E3779B9 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def first_seed(cfg):
+    """Seed of step 0. The hash is one to one: no two islands have the same, with NOISE_REUSE = 1 at any step."""
+    return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
+
+
+def next_seed(seed, step, reuse=1):
+    """Seed of step + 1 from the seed of `step`, which is kept for `reuse` steps (0: for ever)."""
+    return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
 
 
 def packed_size(count):
@@ -11,9 +31,10 @@ def packed_size(count):
     return -(-count // 5)
 
 
-def pack(digits):
-    """bytes: the int8 values of {-1, 0, 1} in `digits` (bytes), five a byte, least significant digit first (-1 is digit
-    2)."""
+def pack_digits(digits):
+    """bytes: the int8 values of {-1, 0, 1} in `digits` (bytes or an array), five a byte, least significant digit first
+    (-1 is digit 2)."""
+    digits = bytes(digits)
     size = packed_size(len(digits))
     values = digits.translate(_VALUES).ljust(5 * size, b"\0")
     # no byte exceeds 242, so sums of whole numbers have no carry from one byte into the next
@@ -21,7 +42,7 @@ def pack(digits):
     return total.to_bytes(size, "little")
 
 
-def check(packed, count):
+def check_digits(packed, count):
     """Raises ValueError for another size than that of `count` digits, a wrong byte or a digit beyond `count`."""
     if len(packed) != packed_size(count):
         raise ValueError(f"{len(packed)} bytes of fitness where {count} values need {packed_size(count)}")
@@ -31,9 +52,9 @@ def check(packed, count):
         raise ValueError("digits after the last value")
 
 
-def unpack(packed, count):
-    """bytearray [count]: the int8 values in packed bytes. Raises ValueError, see `check`."""
-    check(packed, count)
+def unpack_digits(packed, count):
+    """bytearray [count]: the int8 values in packed bytes. Raises ValueError, see `check_digits`."""
+    check_digits(packed, count)
     digits = bytearray(5 * len(packed))
     for k, table in enumerate(_DIGITS):
         digits[k::5] = packed.translate(table)
@@ -41,13 +62,13 @@ def unpack(packed, count):
 
 
 def nonzero_share(packed):
-    """Share of the packed digits that are not 0, in a sample of at most 2^17 bytes."""
-    sample = packed[::max(1, len(packed) >> 16)]
+    """Share of the packed digits that are not 0, in a sample of at most 2^13 bytes."""
+    sample = packed[::max(1, len(packed) >> 12)]
     return 1 - sum(sample.translate(table).count(0) for table in _DIGITS) / (5 * len(sample))
 
 
-def join(chunks, count):
+def join_digits(chunks, count):
     """bytes: packed chunks of `count` digits each, packed as one."""
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
-    return pack(b"".join(unpack(chunk, count) for chunk in chunks))
+    return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))

@@ -1,7 +1,8 @@
-"""Noise on activations on the CPU (SPEC 21): groups read by either model, and the votes of a chunk.
+"""From what was read to moved weights, on the CPU (SPEC 9, 21): the votes of pairs with noise on weights, those of
+groups with noise on activations, and the moves of the weights.
 
-The sequences that go through the model together are the windows of several groups, read by the unperturbed model, and
-then, group by group, those of their members: products want whole tiles of rows.
+With noise on activations the sequences that go through the model together are the windows of several groups, read by
+the unperturbed model, and then, group by group, those of their members: products want whole tiles of rows.
 """
 
 from collections import namedtuple
@@ -9,18 +10,79 @@ from collections import namedtuple
 import numpy as np
 
 from engine import cpu_gru, cpu_transformer
-from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise
-from engine.cpu_rules import credited, digit, handed_down, i32, rounded, settled, u32, weighed
-from engine.simd import PANEL, ROWS, local
-from model import activations, fitness_digits, integer_tables, parameters
+from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise, vote_draw
+from engine.cpu_rules import (adamw, credited, digit, f32, fma, handed_down, i32, muon, njit, rounded, rule, settled,
+                              sgd, u32, weighed, whole_step, ztest)
+from engine.simd import PANEL, ROWS, chain_tile, local
+from model import activations, integer_tables, parameters, steps
+from model.rules import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
+mixed, halves = rule(parameters.mixed), rule(parameters.halves)
+BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
 # What was read of groups: their Record; losses int64 [groups, T]: of the unperturbed model; differences int64 [groups,
 # members, T]: by how much smaller those of the members are, times their number, less the sum over them, 0 where a
 # position does not vote; advantages int8 [groups]: the weights of the windows; count: of differences that vote
 Reading = namedtuple("Reading", "record losses differences advantages count")
 
+
+# --- votes with noise on weights --------------------------------------------------------------------------------------
+
+@njit
+def pack(weights, packed, correction, t, first, end):
+    """Copies panels first..end - 1 of one matrix (t: its row of Model.table) from the canonical weights, with each
+    column's correction."""
+    k4, cols = t.rows // 4, t.cols
+    for p in range(first, end):
+        count = min(PANEL, cols - p * PANEL)
+        sums = np.zeros(PANEL, i32)
+        for k in range(k4):
+            source = t.weights + (k * cols + p * PANEL) * 4
+            target = t.packed + (p * k4 + k) * PANEL * 4
+            for j in range(4 * count):
+                value = weights[source + j]
+                packed[target + j] = value
+                sums[j >> 2] += value
+        for j in range(PANEL):
+            correction[t.correction + p * PANEL + j] = -128 * sums[j]
+
+
+@njit
+def input_block(c, t, seeds, signs, x, first, end):
+    """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
+    for r in range(first, end):
+        for q in range(seeds.size):
+            x[r, q] = vote_draw(c, u32(seeds[q] + t.seed_b), r) * signs[q] + 128
+        for q in range(seeds.size, x.shape[1]):
+            x[r, q] = 128
+
+
+@njit
+def panel_votes(c, t, seeds, x, votes, first, end):
+    """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
+    times noise(A, col), made here."""
+    for p in range(first, end):
+        noise = np.zeros((x.shape[1], min(PANEL, t.cols - p * PANEL)), np.int8)
+        for q in range(seeds.size):
+            for j in range(noise.shape[1]):
+                noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
+        add_product(x, noise, votes, p)
+
+
+@njit
+def vector_votes(c, t, seeds, signs, votes, first, end):
+    """votes int32 [width] from first to end - 1: sum over pairs of sign * noise(first stream, i) * noise(second stream,
+    i)."""
+    for i in range(first, end):
+        s = i32(0)
+        for q in range(seeds.size):
+            a = vote_draw(c, u32(seeds[q] + t.seed_a), i)
+            b = vote_draw(c, u32(seeds[q] + t.seed_b), i)
+            s = i32(s + a * b * signs[q])
+        votes[i] = s
+
+
+# --- votes with noise on activations ----------------------------------------------------------------------------------
 
 @njit
 def recurrent_credits(differences, least, bits, credit, out):
@@ -115,9 +177,6 @@ class ActivationVotes:
                 self._inputs += tensor.rows
             noise = (phase.stream, phase.amplitude, phase.turn) if phase else (0, 0, 0)
             self._watched[tensor.param, tensor.layer] = places[inputs, tensor.layer], *noise
-        # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
-        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0, np.empty(0, np.int8))._replace(
-            watched=np.zeros_like(self._watched))
         back = integer_tables.rope_table(cfg, cfg.SEQ_LEN) * np.int32([1, -1])
         self._rope = np.tile(back.view(np.int64)[..., 0], cfg.N_HEADS)
 
@@ -183,20 +242,119 @@ class ActivationVotes:
                 np.add.at(sums[tensor].T, record.tokens, weight * settled_at)
         return sums
 
-    def vote_on_nothing(self):
-        """Compiles what `votes` calls, or loads it from the cache."""
+    def vote_on_nothing(self, record):
+        """Compiles what `votes` calls, or loads it from the cache. record: an empty one."""
         differences = np.empty((0, self.cfg.GROUP_SIZE, self.cfg.SEQ_LEN), np.int64)
-        nothing = Reading(self.nothing, None, differences, np.empty(0, np.int8), 0)
+        nothing = Reading(record, None, differences, np.empty(0, np.int8), 0)
         self.votes([nothing], activations.least_differences(1, 1))
 
-    def chunk(self, read, each, job):
+    def chunk(self, read, threads, job):
         """(bytes, int): the packed digits and the loss of a chunk, of which these Readings are. job: CpuEngine._job,
-        where a thread sums the votes of `each` of them."""
+        where each of the threads sums the votes of its share of them."""
         cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
+        each = -(-len(read) // threads)
         total = sum(int(np.abs(part.differences).sum()) for part in read)
         least = activations.least_differences(total, sum(part.count for part in read))
         votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
         for t in votes[0]:
             digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
         loss = cfg.GROUP_SIZE * sum(int(part.losses.sum()) for part in read)
-        return fitness_digits.pack_ternary(digits), loss
+        return steps.pack_digits(digits), loss
+
+
+# --- moves, digests ---------------------------------------------------------------------------------------------------
+
+@njit
+def muon_start(o, t, votes, moments, x):
+    """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
+    1."""
+    rows, cols = t.rows, t.cols
+    sums = np.zeros(MUON_PARTS, f32)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            r, c = (i, j) if rows <= cols else (j, i)
+            at = t.weights + ((r >> 2) * cols + c) * 4 + (r & 3)
+            m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
+            part = (i * x.shape[1] + j) % MUON_PARTS
+            sums[part] = fma(m, m, sums[part])
+            moments[at, 0] = x[i, j] = m
+    half = MUON_PARTS // 2
+    while half:
+        for part in range(half):
+            sums[part] = f32(sums[part] + sums[part + half])
+        half //= 2
+    norm = f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = f32(x[i, j] / norm)
+
+
+@njit
+def muon_panels(left, right, gram, alpha, beta, out, first, end):
+    """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right);
+    float32, out is neither of the others."""
+    length = left.shape[1]
+    panel = np.empty((length, PANEL), f32)
+    for p in range(first, end):
+        for k in range(length):
+            for j in range(PANEL):
+                panel[k, j] = left[p * PANEL + j, k] if gram else right[k, p * PANEL + j]
+        for r in range(0, out.shape[0], ROWS):
+            chain_tile(left, r * length, length, panel, 0, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
+        if not gram:
+            for r in range(out.shape[0]):
+                for j in range(p * PANEL, (p + 1) * PANEL):
+                    out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
+
+
+@njit                       # not `inner`: optimized only within its caller, it takes more than twice the time
+def move(o, vote, direction, weight, moments):
+    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
+    if o.rule == ZTEST:
+        least = i32(o.lr)        # few votes are as large, which a processor predicts; half of them are positive
+        return ztest(vote, weight, least) if vote >= least or vote <= -least else i32(0)
+    if o.rule == SGD:
+        acc = sgd(vote, moments[2], o.lr)
+    elif o.rule == MUON:
+        acc = muon(direction, o.size, weight, moments[2], o.lr, o.decay)
+    else:
+        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], o.lr, o.beta1,
+                                            o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay)
+    step, moments[2] = whole_step(weight, acc)
+    return step
+
+
+@njit
+def apply_votes(o, weights, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols],
+    or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
+    number. group: 4 rows of a matrix are stored together, a vector is one row."""
+    cols, changed = t.cols, 0
+    direction = f32(0)
+    for block in range(first, end):
+        for col in range(cols):
+            for k in range(group):
+                at = t.weights + (block * cols + col) * group + k
+                weight = i32(weights[at])
+                if o.rule == MUON:
+                    r = block * group + k
+                    direction = x[r, col] if t.rows <= cols else x[col, r]
+                step = move(o, votes[block * group + k, col], direction, weight, moments[at])
+                if step:
+                    weights[at] = weight + step
+                    changed_rows[block * group + k] = 1
+                    changed_cols[col] = 1                   # threads only ever write the same 1
+                    changed += 1
+    return changed
+
+
+@njit
+def word_sums(words, number, first, end):
+    """The two sums of model.parameters.Digest over words first..end - 1 of uint64 [n]; number: that of words[0]."""
+    a = b = np.uint64(0)
+    part, number = words[first:end], np.uint64(number + first)
+    for i in range(part.size):
+        x = mixed(part[i], number + np.uint64(i))
+        a += x
+        b += halves(x)
+    return a, b
