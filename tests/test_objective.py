@@ -345,11 +345,14 @@ NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       
     ("def reward(completions):\n    return '5' * len(completions)\n",
      "returned '55555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
-    ("def reward(completions):\n    return [1 / 0]\n", "own.py: reward raised ZeroDivisionError: .* in own.py:2"),
+    ("def reward(completions):\n    return [1 / 0]\n", "own.py:2: reward raised ZeroDivisionError: "),
+    ("import json\ndef reward(completions):\n    return json.loads('[')\n", "own.py:3: reward raised JSONDecodeError: "),
+    ("def reward(completions, answer):\n    return answer\n", "own.py: reward raised TypeError: .* 'answer'"),
+    ("def reward(completions):\n    return [10 ** 400] * len(completions)\n", "000.*, which is no list of numbers"),
     ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
-     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no in own.py:4"),
+     "WEIGHTS = [1, 1]\n", "own.py:4: b raised ValueError: no"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
-     "raised Odd in own.py:4"),
+     "own.py:4: reward raised Odd"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
@@ -697,7 +700,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
 def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     (tmp_path / "own.py").write_text("def reward(completions):\n    raise ValueError('no such thing')\n")
     said = run("train --objective own.py --load-dir ckpt --save-dir new --steps 3", status=1)
-    assert "own.py: reward raised ValueError: no such thing in own.py:2" in said and "Traceback" not in said
+    assert "own.py:2: reward raised ValueError: no such thing" in said and "Traceback" not in said
     assert not (tmp_path / "new").exists()
     for name, why in ("no.py", "No such file or directory"), (".", "Is a directory"):
         said = run(f"train --objective {name} --save-dir x", status=1)

@@ -196,9 +196,7 @@ def judged(functions, texts, loop, state):
             if inspect.isawaitable(answer):
                 answer = loop.run_until_complete(answer)
         except BaseException as error:               # also SystemExit
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raise ObjectiveError(f"{name} raised {_said(error)} in {os.path.basename(place.filename)}:{place.lineno}") \
-                from None
+            raise ObjectiveError(f"{name} raised {_said(error)}") from error
         answers[name] = _checked(name, answer, count)
     if "reply" in functions:
         return answers["reply"], {}
@@ -217,7 +215,7 @@ def _checked(name, answers, count):
     """A list of `count` floats or, of `reply`, texts, each of them or None. Raises ObjectiveError for anything else."""
     kind, kinds = (str, "texts") if name == "reply" else (float, "numbers")
     if not isinstance(answers, (str, set, dict)):
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             answers = [float(x + 0) if kind is float and x is not None else x for x in answers]         # text + 0 fails
     if not (isinstance(answers, list) and all(x is None or isinstance(x, kind) for x in answers)):
         raise ObjectiveError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kinds}")
@@ -248,7 +246,9 @@ def _judge(path, name, max_steps, pipe):
                 answers = judged(functions, texts, loop, state)
             except ObjectiveError as error:
                 print(printed.getvalue()[-2000:], end="", file=sys.stderr)
-                answers = f"{path}: {error}"
+                lines = [frame.lineno for frame in traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
+                         if frame.filename == names["__file__"]]         # not of the library that it called
+                answers = f"{path}:{lines[-1]}: {error}" if lines else f"{path}: {error}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
