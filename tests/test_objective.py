@@ -346,7 +346,8 @@ NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       
      "returned '55555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "own.py:2: reward raised ZeroDivisionError: "),
-    ("import json\ndef reward(completions):\n    return json.loads('[')\n", "own.py:3: reward raised JSONDecodeError: "),
+    ("import json\ndef reward(completions):\n    return json.loads('[')\n",
+     "own.py:3: reward raised JSONDecodeError: "),
     ("def reward(completions, answer):\n    return answer\n", "own.py: reward raised TypeError: .* 'answer'"),
     ("def reward(completions):\n    return [10 ** 400] * len(completions)\n", "000.*, which is no list of numbers"),
     ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
