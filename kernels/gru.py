@@ -79,7 +79,8 @@ def _shapes(cfg, gpu):
     slots = members_of(32, cfg.SEQ_LEN)
     out = {}
     for kind in "gates", "inner", "down":
-        columns, table, least, amplitude = H, 128, -127, 0
+        columns, table = H, 128
+        least, amplitude = -127, 0
         if kind == "inner":
             columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128) // 4
             least, amplitude = 0 if cfg.MLP_RELU else -127, activations.amplitude_of(cfg, "up")
