@@ -450,6 +450,15 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
     assert want.any()
 
 
+def test_a_judge_whose_answers_nobody_takes_ends_in_silence(judged, capfd):
+    own = judged(LETTERS, processes=2)
+    own.judge.finish()
+    own.judge.begin({"prompts": ["", ""], "completions": ["a", "b"]})
+    assert all(pipe.poll(20) for pipe in own.judge._pipes)
+    own.close()
+    assert not capfd.readouterr().err
+
+
 def test_a_judge_ends_with_its_parent_also_in_a_function_that_never_returns(tmp_path):
     (tmp_path / "own.py").write_text("def reward(completions):\n    while True:\n        pass\n")
     (tmp_path / "parent.py").write_text(f"""

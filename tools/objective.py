@@ -249,7 +249,7 @@ def _judge(path, name, max_steps, pipe):
                 lines = [frame.lineno for frame in traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
                          if frame.filename == names["__file__"]]         # not of the library that it called
                 answers = f"{path}:{lines[-1]}: {error}" if lines else f"{path}: {error}"
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):              # the parent has closed the pipe, maybe with answers in it
         pass
     except EggError as error:
         pipe.send(str(error))
