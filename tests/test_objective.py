@@ -358,7 +358,8 @@ NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
     (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 8 completions"),
-    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 1024"),
+    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n",
+     "up to the reply 'xx.*, with TOKENS = 6 more than 1024"),
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):

@@ -403,7 +403,8 @@ class Objective:
         too long, DataError for one that the model has no tokens for."""
         prompt = data_files.encoded(self.cfg, self.decoding, text.encode("utf-8", "replace"))
         if before + len(prompt) + self.write > LONGEST:
-            raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {before + len(prompt)} tokens, with "
+            kind = "dialogue up to the reply" if before else "prompt"
+            raise ObjectiveError(f"{self.path}: the {kind} {text[:40]!r} ... has {before + len(prompt)} tokens, with "
                                  f"TOKENS = {self.write} more than {LONGEST}: shorten it")
         return prompt
 
