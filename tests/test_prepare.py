@@ -53,6 +53,9 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu, MANY)])
         assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
         configured(preset, *args.defines)
+    for gpu, plain in (True, False), (False, False), (True, True):       # a small text, which `best` learns by heart
+        words = prepare.training_on("x", 256 if plain else 2048, plain, gpu, (300_000, 1 << 16))
+        assert ("SOFT_TARGETS=0:2" in words) == (gpu and not plain)
 
 
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
