@@ -130,7 +130,7 @@ def read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy,
     size = (n * members * T, c.HIDDEN_DIM)
     x, gates, candidates = np.empty(size, np.int8), np.empty(size, np.int8), np.empty(size, np.int8)
     state = np.zeros((c.N_LAYERS, -(-n * members // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)
-    z = new_logits(c)
+    z = new_logits(c, np.int8)
     for first in range(0, windows.shape[0], n):
         part = windows[first:first + n]
         for s in range(part.shape[0] * members):
@@ -165,7 +165,7 @@ def write_texts(c, writing, texts, start, end, state, record):
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = np.empty(size, np.int8), np.empty(size, np.int8), np.empty(size, np.int8)
-    h, z = np.empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
+    h, z = np.empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c, np.int8)
     while t + 1 < end:
         n = max(i64(1), least - t)
         read(c, u32(0), CLEAN, texts[:, t:], n, state, gates, candidates, x, record)

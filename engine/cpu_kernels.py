@@ -14,7 +14,7 @@ from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
                               shift_right, signed, table_term, u32, weighed_excess)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, entries, entry_sum, local, noisy_tile, tile
 from model import integer_tables, parameters
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
@@ -46,7 +46,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
+    " exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
@@ -77,7 +77,7 @@ def constants(cfg):
     names = [p.name for p in parameters.table(cfg)]
     return dict(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
-        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, short_exp=int(not exp[95:].any()),
+        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit,
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=integer_tables.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
@@ -106,9 +106,11 @@ def padded(n, to):
 
 
 @inner
-def new_logits(c):
-    """int32 [GROUP, V padded]: memory for the logits of rows that go through products together."""
-    return np.empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
+def new_logits(c, kind):
+    """kind [GROUP + 1, V padded]: memory for the logits of rows that go through products together; simd.entry_sum reads
+    a bit of the row beyond. kind: int32 for the transformer, whose logits are still to be shifted by c.logit_shift, or
+    int8 for the recurrent model."""
+    return np.empty((GROUP + 1, padded(c.VOCAB_SIZE, PANEL)), kind)
 
 
 @inlined
@@ -311,9 +313,9 @@ def embed(c, S, noisy, tokens, n, start, h, record, at):
 
 @leaf
 def product(c, param, layer, sides, noisy, x, rows, left, out):
-    """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W with its noise; x uint8 [>= padded rows, K].
-    The `left` first rows belong to the even member; with the Sides of several pairs, rows 2 q and 2 q + 1 to pair
-    q."""
+    """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W with its noise, or int8: divided by c.divisor; x
+    uint8 [>= padded rows, K]. The `left` first rows belong to the even member; with the Sides of several pairs, rows
+    2 q and 2 q + 1 to pair q."""
     t = c.table[param, layer]
     k4, panels = t.rows // 4, (t.cols + PANEL - 1) // PANEL
     several = i64(sides.offset.size > 1)
@@ -328,9 +330,9 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
-                           (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, out, at, out.shape[1], k4)
+                           (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, c.divisor, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at,
+                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
                      out.shape[1], k4)
 
 
@@ -353,7 +355,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, votes, at, padded, votes, at, padded, length // 4)
+        tile(x, r * length, length, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -500,31 +502,26 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32
-    [V padded]."""
-    shift, wanted = i32(c.logit_shift), i32(0)
-    top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
-    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
+def position_loss(c, z, r, windows, q, start, T, t, top, total):
+    """int64: the loss of position t of windows[q], whose logits are row r of z. top: the largest of them; total: the
+    sum of their exponentials."""
+    wanted = i32(0)
     for j in range(c.TARGETS):
-        wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], shift)
+        wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], c.logit_shift)
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
 @leaf
-def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; of_window: the weight
-    of its window; weights int32 [V padded]: the softmax, overwritten."""
-    V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
-    top = shift_right(largest(z, r, V), shift)
+def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, of_window, excesses, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss; seed: of
+    the group; of_window: the weight of its window; excesses int32 [V padded to 64]: overwritten."""
+    V, shift = c.VOCAB_SIZE, i32(c.logit_shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
-    for v in range(V):
-        total += weights[v]
-    for d in range(96 if c.short_exp else c.exp.size):
+    for d in range(c.exp.size):
         of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
-    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0)
+    entries(of_distance, 0, top, shift, z, r * z.shape[1], V, excesses, 0)
     for v in range(V):
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), excesses[v], seed, u32(u32(t * V) + u32(v)))
     for j in range(c.TARGETS):
         v, wanted = target(c, windows, q, start, T, t, j), 0
         for other in range(c.TARGETS):
@@ -536,13 +533,10 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, erro
 
 @leaf
 def logits(c, noisy, norm, sides, h, count, left, x, z):
-    """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member, still to be shifted by c.logit_shift; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head
-    multiplies."""
+    """z (new_logits): the logits of `count` rows of h int8, the `left` first of which belong to the even member; norm,
+    sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
-    if c.gru:
-        divided(z, count, i32(c.divisor), -127, 0, z)
 
 
 @leaf
@@ -592,10 +586,10 @@ def write_next(c, writing, q, texts, t, h, z):
 def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record, at):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: it has
-    these rows from `at` on."""
+    cross-entropies are added to nats float64 [windows]. z (new_logits): overwritten. record: it has these rows from
+    `at` on."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
+    x, excesses = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1] + PANEL, i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
@@ -606,14 +600,16 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
+            top = shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
             if losses.size:
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
+                total = entry_sum(c.exp, 0, top, c.logit_shift, z, r * z.shape[1], c.VOCAB_SIZE)
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, top, total)
                 if at + row < record.tokens.size and record.weights[at + row]:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)),
-                                i32(record.weights[at + row]), weights, record.errors[at + row])
+                    head_errors(c, z, r, windows, window, start, T, t, top, total, u32(record.seed + u32(window)),
+                                i32(record.weights[at + row]), excesses, record.errors[at + row])
             else:
-                total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
+                mass = 0.0
                 for v in range(c.VOCAB_SIZE):
-                    total += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
+                    mass += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
-                nats[window] += np.log(total) + (top - wanted) * c.unit
+                nats[window] += np.log(mass) + (top - wanted) * c.unit

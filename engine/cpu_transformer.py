@@ -8,7 +8,7 @@ from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, add_residual, amax, copy
                                 embed, i64, keep, largest, layer_norm, mlp, new_logits, new_sides, padded, product,
                                 score_rows, write_next)
 from engine.cpu_rules import attention_share, clip, f64, i32, inlined, inner, leaf, njit, shift_right, u32
-from engine.simd import PANEL, ROWS, exp_sum, local
+from engine.simd import PANEL, ROWS, entries, local
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.TABLE)}
@@ -31,7 +31,7 @@ def new_room(c, rows, cache):
     shape, positions = (padded(rows, ROWS) + ROWS, c.HIDDEN_DIM), cache.shape[3]
     y = np.empty(shape, i32)
     return Room(np.empty(shape, np.int8), np.empty(shape, np.uint8), np.empty(shape, np.int8), y, y.view(i64), cache[0],
-                cache[1], np.empty((1, positions), i32), np.empty(positions, i32))
+                cache[1], np.empty((1, positions + PANEL), i32), np.empty(positions + PANEL, i32))
 
 
 @inlined
@@ -66,7 +66,7 @@ def attend(c, room, layer, m, first_row, start, n, record, at):
                     score = i32(score + i32(i32(room.q[row, base + d]) * i32(keys[p, base + d])))
                 scores[0, p] = score
             top = shift_right(largest(scores, 0, visible), c.SHIFT_ATTN)
-            total = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, 0, visible, weights, 0)
+            total = entries(c.exp, 0, top, c.SHIFT_ATTN, scores, 0, visible, weights, 0)
             if at < record.tokens.size:
                 for p in range(visible):
                     record.shares[at // record.T, layer, head, t, p] = attention_share(weights[p], total)
@@ -143,7 +143,7 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     sequences fill it."""
     members = 1 + noisy
     room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
-    z = new_logits(c)
+    z = new_logits(c, i32)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, seed, noisy, windows[q], T, start, room, record, q * T)
@@ -155,7 +155,7 @@ def write_texts(c, writing, texts, start, end, cache, record):
     """Fills texts int32 [sequences, room] behind their prompts, up to position `end`, one after the other; `start`
     tokens of a single one may be read already. cache: of `memory`; c: with tables for `room` positions. record:
     an empty one."""
-    z, last = new_logits(c), np.empty((1, c.HIDDEN_DIM), np.int8)
+    z, last = new_logits(c, i32), np.empty((1, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
         t, least = start, start if start else writing.lengths[q]
         memory = new_room(c, max(i64(1), least - start), cache)

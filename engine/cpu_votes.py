@@ -19,7 +19,7 @@ from model.rules import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
-ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
+ROWS_TOGETHER = 72           # sequences that go through the model together, about: four groups of 17, eight of 9
 # What was read of groups: their Record; losses int64 [groups, T]: of the unperturbed model; differences int64 [groups,
 # members, T]: by how much smaller those of the members are, times their number, less the sum over them, 0 where a
 # position does not vote; advantages int8 [groups]: the weights of the windows; count: of differences that vote

@@ -156,9 +156,9 @@ def locals_of(record, *arrays):
     return new
 
 
-def _accumulate(builder, count, begin, left, right, step, out, stride):
+def _accumulate(builder, count, begin, left, right, step, out, stride, end=lambda vector: vector):
     """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
-    begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
+    begin(r, c), then `count` times step(it, left(k, r), right(k, c)), then end(it)."""
     for group, column in itertools.product(range(0, ROWS, LANES // 2), range(0, PANEL, 2 * LANES)):
         cells = {}                                           # become registers
         for r, j in itertools.product(range(LANES // 2), range(2)):
@@ -172,7 +172,7 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
                 for j, part in enumerate(parts):
                     builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
         for (r, j), cell in cells.items():
-            _store(builder, builder.load(cell), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
+            _store(builder, end(builder.load(cell)), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
 
 
 def operation(result):
@@ -206,9 +206,22 @@ def operation(result):
     return decorate
 
 
-def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
-    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8 [k4,
-    PANEL, 4], contiguous, out int32 (row stride in elements)."""
+def _quotient(builder, y, divisor):
+    """int8: y / divisor, rounded down and clipped (model.rules.norm_rules, quotient)."""
+    like = lambda scalar: _splat(builder, scalar, LANES)
+    most, floats = builder.mul(divisor, I32(127)), _vector(ir.FloatType(), LANES)
+    one = ir.Constant(ir.FloatType(), 1.0)
+    reciprocal = like(builder.fdiv(one, builder.sitofp(divisor, one.type)))
+    y = builder.select(builder.icmp_signed("<", y, like(most)), y, like(most))
+    y = builder.add(builder.add(y, like(most)), like(divisor))
+    y = builder.select(builder.icmp_signed(">", y, like(divisor)), y, like(divisor))
+    q = builder.fmul(builder.fadd(builder.sitofp(y, floats), _all(floats, 0.5)), reciprocal)
+    return builder.trunc(builder.sub(builder.fptosi(q, y.type), _all(y.type, 128)), _vector(I8, LANES))
+
+
+def _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4):
+    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly; where out is int8, its quotient. x uint8 (row
+    stride in bytes), w int8 [k4, PANEL, 4], contiguous, out int32 or int8 (row stride in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
@@ -216,20 +229,22 @@ def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
     panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
-    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
+    end = (lambda y: _quotient(builder, y, divisor)) if out.type.pointee == I8 else lambda y: y
+    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride, end)
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
+def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, divisor: types.int32, out: "array",
+         out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
-    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4)
 
 
 @operation(types.void)
 def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "array", noise: "array", noise_stride,
-               shift: types.int32, out: "array", out_stride, k4):
+               shift: types.int32, divisor: types.int32, out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + (sums[r] * noise[r // 2] >> shift) + x . w in row r, all int32: init one row, sums
     [ROWS], noise as many rows as its stride, in elements, allows: a stride of 0 repeats one. The others: see
     `_product`."""
@@ -241,7 +256,7 @@ def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "
         first = _load(builder, builder.gep(init, [c]), vector)
         return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -256,46 +271,67 @@ def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stri
                 lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
+def _look_up_one_by_one(builder, table, top, shift, z, count, out):
+    total, most = cgutils.alloca_once_value(builder, I64(0)), I32(255)
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        x = builder.ashr(builder.sext(builder.load(builder.gep(z, [loop.index])), I32), builder.trunc(shift, I32))
+        d = builder.sub(builder.trunc(top, I32), x)
+        d = builder.select(builder.icmp_unsigned("<", d, most), d, most)
+        e = builder.load(builder.gep(table, [builder.zext(d, I64)]))
+        if out is not None:
+            builder.store(e, builder.gep(out, [loop.index]))
+        builder.store(builder.add(builder.load(total), builder.sext(e, I64)), total)
+    return builder.load(total)
+
+
+def _look_up(builder, table, top, shift, z, count, out=None):
+    """With AVX512-VBMI 64 elements at a time, the bytes of an entry one after the other."""
+    if not (KIND == "vnni512" and llvm.get_host_cpu_features().get("avx512vbmi")):
+        return _look_up_one_by_one(builder, table, top, shift, z, count, out)
+    bytes_, words, quarter = _vector(I8, 64), _vector(I32, 64), _vector(I32, 16)
+    like = lambda scalar, vector: _splat(builder, builder.trunc(scalar, vector.element), 64)
+    permute = _function(builder, bytes_, [bytes_] * 3, "llvm.x86.avx512.vpermi2var.qi.512")
+    quarters = [_load(builder, builder.gep(table, [I64(64 * q)]), words) for q in range(4)]
+    planes = [[builder.trunc(builder.lshr(x, _all(words, bits)), bytes_) for x in quarters] for bits in range(0, 32, 8)]
+    sums = [cgutils.alloca_once_value(builder, _all(quarter, 0)) for _ in range(3)]
+    numbers = ir.Constant(bytes_, list(range(64)))
+    with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(63)), I64(64)), intp=I64) as loop:
+        at = builder.mul(loop.index, I64(64))
+        z_at = builder.gep(z, [at])
+        if z.type.pointee == I8:                             # a distance is a byte without a sign
+            d = builder.sub(like(top, bytes_), _load(builder, z_at, bytes_))
+        else:
+            d, most = builder.ashr(_load(builder, z_at, words), like(shift, words)), _all(words, 255)
+            d = builder.sub(like(top, words), d)
+            d = builder.trunc(builder.select(builder.icmp_unsigned("<", d, most), d, most), bytes_)
+        left = builder.sub(count, at)
+        left = builder.select(builder.icmp_signed("<", left, I64(64)), left, I64(64))
+        far, inside = (builder.icmp_signed("<", a, b) for a, b in ((d, _all(bytes_, 0)), (numbers, like(left, bytes_))))
+        values = [builder.select(far, *(builder.call(permute, [plane[q], d, plane[q + 1]]) for q in (2, 0)))
+                 for plane in planes[:3 if out is None else 4]]
+        for e, cell in zip(values, sums):
+            e = builder.select(inside, e, _all(bytes_, 0))
+            builder.store(_dot_step(builder, builder.load(cell), e, _all(bytes_, 1)), cell)
+        if out is not None:
+            parts = [builder.shl(builder.zext(e, words), _all(words, 8 * k)) for k, e in enumerate(values)]
+            _store(builder, functools.reduce(builder.or_, parts), builder.gep(out, [at]))
+    add_up, total = _function(builder, I32, [quarter], "llvm.vector.reduce.add.v16i32"), I64(0)
+    for k, cell in enumerate(sums):
+        part = builder.zext(builder.call(add_up, [builder.load(cell)]), I64)
+        total = builder.add(total, builder.shl(part, I64(8 * k)))
+    return total
+
+
+# table int32 [256]; z int32, or int8 that is not shifted; no z[i] >> shift is above top. z and out, int32, reach to the
+# next multiple of 64.
+
 @operation(types.int64)
-def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array"):
-    """The sum over i of out[i] = table[min(255, top - (z[i] >> shift))].
+def entry_sum(builder, table: "array", top, shift, z: "array", count):
+    """The sum over i of table[min(255, top - (z[i] >> shift))], of a table of numbers from 0 to 2^18."""
+    return _look_up(builder, table, top, shift, z, count)
 
-    table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, and
-    out is 0 there. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
-    v, lanes = _vector(I32, 16), ir.Constant(_vector(I32, 16), list(range(16)))
-    total = cgutils.alloca_once_value(builder, _all(_vector(I64, 16), 0))
-    top, shift, last = (_splat(builder, x, 16) for x in (top, shift, builder.trunc(count, I32)))
-    registers = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(16)]
-    permute = functools.partial(builder.call, _function(builder, v, [v] * 3, "llvm.x86.avx512.vpermi2var.d.512"))
 
-    def look_up(parts):
-        """The loop with the first entries of the table, the last of which holds for all beyond it."""
-        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
-            at, end = builder.mul(loop.index, I64(16)), _all(v, 16 * len(parts) - 1)
-            d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
-            d, bit = builder.select(builder.icmp_unsigned("<", d, end), d, end), 32
-            if KIND == "vnni512":            # the low five bits select within a pair of registers, the others the pair
-                values = [permute([*pair]) for pair in zip(parts[::2], [d] * 8, parts[1::2])]
-                while len(values) > 1:
-                    high = builder.icmp_signed("!=", builder.and_(d, _all(v, bit)), _all(v, 0))
-                    values = [builder.select(high, pair[-1], pair[0])
-                              for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
-                    bit *= 2
-                e = values[0]
-            else:
-                e = _all(v, 0)
-                for lane in map(I32, range(16)):
-                    entry = builder.gep(table, [builder.zext(builder.extract_element(d, lane), I64)])
-                    e = builder.insert_element(e, builder.load(entry), lane)
-            inside = builder.icmp_signed("<", builder.add(_splat(builder, builder.trunc(at, I32), 16), lanes), last)
-            e = builder.select(inside, e, _all(v, 0))
-            _store(builder, e, builder.gep(out, [at]))
-            builder.store(builder.add(builder.load(total), builder.zext(e, _vector(I64, 16))), total)
-
-    with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
-        with then:
-            look_up(registers[:6])
-        with otherwise:
-            look_up(registers)
-    total = builder.load(total)
-    return builder.call(_function(builder, I64, [total.type], "llvm.vector.reduce.add.v16i64"), [total])
+@operation(types.int64)
+def entries(builder, table: "array", top, shift, z: "array", count, out: "array"):
+    """The same, and out[i] is that entry. A table may have other numbers; the sum is wrong then."""
+    return _look_up(builder, table, top, shift, z, count, out)

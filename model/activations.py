@@ -147,9 +147,9 @@ def alpha(cfg):
 
 def voted(cfg, t, sums):
     """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
-    sums = parameters.to_canonical(sums) if t.matrix else sums.ravel()
-    least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
-    return rules.large(sums, least)
+    least = int(_rules.least_vote(np.abs(sums).sum(dtype=np.int64), t.size, alpha(cfg)))
+    digits = rules.large(sums, least)
+    return parameters.to_canonical(digits) if t.matrix else digits.ravel()
 
 
 def signs(phase, seed, positions):
