@@ -256,8 +256,10 @@ class ActivationVotes:
         total = sum(int(np.abs(part.differences).sum()) for part in read)
         least = activations.least_differences(total, sum(part.count for part in read))
         votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
-        for t in votes[0]:
-            digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
+        for t, sums in votes[0].items():
+            for part in votes[1:]:
+                sums += part[t]
+            digits[t.span] = activations.voted(cfg, t, sums[:t.rows, :t.cols])
         loss = cfg.GROUP_SIZE * sum(int(part.losses.sum()) for part in read)
         return steps.pack_digits(digits), loss
 

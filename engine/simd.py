@@ -207,16 +207,17 @@ def operation(result):
 
 
 def _quotient(builder, y, divisor):
-    """int8: y / divisor, rounded down and clipped (model.rules.norm_rules, quotient)."""
+    """int8: y / divisor, rounded down and clipped: model.rules.norm_rules.quotient, moved by 128 until the end."""
     like = lambda scalar: _splat(builder, scalar, LANES)
-    most, floats = builder.mul(divisor, I32(127)), _vector(ir.FloatType(), LANES)
-    one = ir.Constant(ir.FloatType(), 1.0)
-    reciprocal = like(builder.fdiv(one, builder.sitofp(divisor, one.type)))
-    y = builder.select(builder.icmp_signed("<", y, like(most)), y, like(most))
-    y = builder.add(builder.add(y, like(most)), like(divisor))
-    y = builder.select(builder.icmp_signed(">", y, like(divisor)), y, like(divisor))
-    q = builder.fmul(builder.fadd(builder.sitofp(y, floats), _all(floats, 0.5)), reciprocal)
-    return builder.trunc(builder.sub(builder.fptosi(q, y.type), _all(y.type, 128)), _vector(I8, LANES))
+    one, half, least = ir.Constant(ir.FloatType(), 1.0), ir.Constant(ir.FloatType(), 0.5), like(divisor)
+    most, reciprocal = like(builder.mul(divisor, I32(255))), builder.fdiv(one, builder.sitofp(divisor, one.type))
+    y = builder.add(y, like(builder.mul(divisor, I32(128))))
+    y = builder.select(builder.icmp_signed("<", y, most), y, most)
+    y = builder.sitofp(builder.select(builder.icmp_signed(">", y, least), y, least), _vector(one.type, LANES))
+    fma = _function(builder, y.type, [y.type] * 3, f"llvm.fma.v{LANES}f32")
+    q = builder.call(fma, [y, like(reciprocal), like(builder.fmul(half, reciprocal))])
+    q = builder.trunc(builder.fptosi(q, _vector(I32, LANES)), _vector(I8, LANES))
+    return builder.xor(q, _all(q.type, -128))
 
 
 def _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4):
