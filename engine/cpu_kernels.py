@@ -4,6 +4,7 @@ One compiled set of kernels serves every configuration: shapes and switches are 
 go through `engine.simd.tile` on weights that are repacked into panels after every update.
 """
 
+import functools
 from collections import namedtuple
 
 import numba
@@ -494,6 +495,15 @@ def largest(z, r, n):
     return top
 
 
+@functools.partial(leaf, fastmath={"reassoc"})             # in vectors
+def exp64_sum(table, top, shift, z, r, n):
+    """float64: the sum of the exponentials of the first n logits of row r, whose largest is top."""
+    total = 0.0
+    for v in range(n):
+        total += table[min(u32(table.size - 1), u32(top - shift_right(z[r, v], shift)))]
+    return total
+
+
 @inlined
 def target(c, windows, q, start, T, t, j):
     """Target number j of position t of windows[q]: targets begin at token start + 1, the drawn ones follow the
@@ -608,8 +618,6 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
                     head_errors(c, z, r, windows, window, start, T, t, top, total, u32(record.seed + u32(window)),
                                 i32(record.weights[at + row]), excesses, record.errors[at + row])
             else:
-                mass = 0.0
-                for v in range(c.VOCAB_SIZE):
-                    mass += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
+                mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
                 nats[window] += np.log(mass) + (top - wanted) * c.unit
