@@ -11,6 +11,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import contextlib
+import functools
 import importlib
 import os
 import shlex
@@ -565,9 +566,8 @@ def prepare(cfg, args):
         wanted = egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE
     gpu = hardware.devices(cfg) != ["cpu"]
     say = Printer().line
-    size, plain = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    counts = [os.path.getsize(os.path.join(args.out, name)) // (1 if plain else 4) for name in ("input.bin", "val.bin")]
-    say("next: " + command_line("train", *prepare.training_on(args.out, size, plain, gpu, counts)))
+    advise = functools.partial(prepare.training_on, args.out, gpu)
+    say("next: " + command_line("train", *prepare.prepare(args.texts, wanted, args.val, args.out, say, advise)))
 
 
 @command("--threads", "--gpu")

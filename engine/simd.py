@@ -324,7 +324,7 @@ def _look_up(builder, table, top, shift, z, count, out=None):
 
 
 # table int32 [256]; z int32, or int8 that is not shifted; no z[i] >> shift is above top. z and out, int32, reach to the
-# next multiple of 64.
+# next multiple of 64. count: below 2^24, for the sums of bytes.
 
 @operation(types.int64)
 def entry_sum(builder, table: "array", top, shift, z: "array", count):

@@ -45,16 +45,16 @@ def test_prepare_leads_to_text(arguments, here, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert shlex.join(prepare.training_on("/x/a b", 5000, False, True, MANY)) == (
+    assert shlex.join(prepare.training_on("/x/a b", True, 5000, False, MANY)) == (
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
     for size, plain, gpu, preset in ((8192, False, True, "best"), (700, False, False, "laptop"),
                                      (256, True, True, "best-bytes"), (256, True, False, "laptop-bytes")):
-        args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu, MANY)])
+        args = egg.parsed(["train", *prepare.training_on("x", gpu, size, plain, MANY)])
         assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
         configured(preset, *args.defines)
     for gpu, plain in (True, False), (False, False), (True, True):       # a small text, which `best` learns by heart
-        words = prepare.training_on("x", 256 if plain else 2048, plain, gpu, (300_000, 1 << 16))
+        words = prepare.training_on("x", gpu, 256 if plain else 2048, plain, (300_000, 1 << 16))
         assert ("SOFT_TARGETS=0:2" in words) == (gpu and not plain)
 
 
@@ -88,6 +88,7 @@ def test_a_text_that_is_too_short_leads_to_no_command(here):
     done = run("prepare t.txt --vocab-size 256 --out made")
     assert "next: " not in done.stdout
     fails(done, 1, "5 tokens in one of these files are too few to train with --preset laptop-bytes, which needs 66")
+    assert not (here / "made").exists()
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):

@@ -25,12 +25,13 @@ LONGER_CONTEXT_BELOW = 1_000_000     # tokens of a text whose followers of one t
 ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
 
 
-def prepare(texts, vocab_size, val=None, out=".", say=print):
+def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made: made):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
     texts: paths of files and directories, read one after the other, see data_files.read_text; vocab_size None: what
     suits the length of the text; val: path of the held-out text, None: see `split`. The BPE learns from the training
-    part alone. `say` takes progress lines. Returns the number of tokens in the vocabulary, and whether the files hold
-    plain bytes. Raises DataError and then leaves old files."""
+    part alone. `say` takes progress lines. Returns what `advise` says, before anything is written, of the number of
+    tokens in the vocabulary, whether the files hold plain bytes, and how many tokens there are to train on, and held
+    out. Raises DataError and then leaves old files."""
     text = _text(texts, "prepare")
     train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
     if not any(train) or not any(held_out):
@@ -51,8 +52,11 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
         files[MARK] = [hashlib.sha256(b"".join(files["decoding.bin"])).hexdigest().encode()]
-    advice = "nothing was changed there; give --out a directory that can be written"
-    with explained(DataError, out, advice), contextlib.ExitStack() as stack:     # any error leaves the old files
+    plain = vocab_size == 256
+    counts = [sum(map(len, files[name])) // (1 if plain else 4) for name in ("input.bin", "val.bin")]
+    advice = advise(n_tokens, plain, counts)
+    to_mend = "nothing was changed there; give --out a directory that can be written"
+    with explained(DataError, out, to_mend), contextlib.ExitStack() as stack:    # any error leaves the old files
         os.makedirs(out, exist_ok=True)
         for name, parts in files.items():
             file = stack.enter_context(replacing(out, name))
@@ -61,7 +65,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
             os.fsync(file.fileno())                  # all are on the disk before the first takes its place
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
-    return n_tokens, vocab_size == 256
+    return advice
 
 
 def _text(paths, purpose):
@@ -88,7 +92,7 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, n_tokens, plain, gpu, counts):
+def training_on(directory, gpu, n_tokens, plain, counts):
     """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine. counts: tokens
     to train on, and held out. Raises DataError where they are too few for a window."""
     preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
