@@ -236,7 +236,10 @@ PRESETS["laptop"] = {
     **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 4,
     "NOISE_GATE": 4, "NOISE_CANDIDATE": 2, "NOISE_UP": 2, "NOISE_DOWN": 2, "CREDIT": 8,
     "SOFTMAX_EXP_SCALE": 14.0, "ADAPTIVE_THRESHOLD_ALPHA": 0.8, "SOFT_TARGETS": "0:1, 400:2",
-    "ADAM_WEIGHT_DECAY": 0.001, "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
+    "ADAM_WEIGHT_DECAY": 0.001,
+    "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.36, 500:0.34, 800:0.31, 1200:0.28, 1600:0.24, 2000:0.2, 2500:0.14, "
+                   "3000:0.08, 3300:0.055, 3600:0.035, 16000:0.03",
+    "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
 # The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
 # logits show smaller differences, so that less noise is enough. On one GPU one chunk a step is a tenth faster than two;
 # N GPUs share a step of N chunks: POPULATION_SIZE = N * 32768.
