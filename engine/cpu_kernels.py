@@ -78,8 +78,7 @@ def constants(cfg):
     names = [p.name for p in parameters.table(cfg)]
     return dict(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
-        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit,
-        exact=int(cfg.LOSS == "exact"),
+        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=integer_tables.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products

@@ -21,7 +21,7 @@ VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
 TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
-LONGER_CONTEXT_BELOW = 1_000_000     # tokens of a text whose followers of one token a large model learns by heart
+LONGER_CONTEXT_BELOW = 1_000_000     # tokens of a text that is too short for targets that know one token alone
 ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
 
 
