@@ -42,7 +42,7 @@ done <<'END'
 laptop-bytes-cpu egg: laptop-bytes, 2 cores
 nano-egg-h200 egg: nano-egg, H200
 best-bytes-h200 egg: best-bytes, H200
-best-h100 egg: best, H100
+best-h200 egg: best, H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200

@@ -53,9 +53,6 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         args = egg.parsed(["train", *prepare.training_on("x", gpu, size, plain, MANY)])
         assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
         configured(preset, *args.defines)
-    for gpu, plain in (True, False), (False, False), (True, True):       # a small text
-        words = prepare.training_on("x", gpu, 256 if plain else 2048, plain, (300_000, 1 << 16))
-        assert ("SOFT_TARGETS=0:2" in words) == (gpu and not plain)
 
 
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):

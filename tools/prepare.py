@@ -21,7 +21,6 @@ VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
 TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
-LONGER_CONTEXT_BELOW = 1_000_000     # tokens of a text that is too short for targets that know one token alone
 ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
 
 
@@ -108,8 +107,6 @@ def training_on(directory, gpu, n_tokens, plain, counts):
                         f"which needs {cfg.SEQ_LEN + 2}: give more text, or held-out text with --val FILE")
     if soft_targets.lacks_memory(cfg, counts[0]):
         constants["SOFT_TARGETS"] = ""
-    elif preset == "best" and counts[0] < LONGER_CONTEXT_BELOW:
-        constants["SOFT_TARGETS"] = "0:2"
     kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]
