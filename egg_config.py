@@ -208,7 +208,7 @@ PRESETS = {
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
     # default shifts an MLP would add almost nothing to the residual stream. With soft targets that follow one token alone
-    # it ends near the table of pairs. The rate falls with the root of the steps, and faster in the last 2,000 of 9,000.
+    # it ends near the table of pairs. The rate falls with the root of the steps, and faster from step 7,500 on.
     # Several GPUs need more work a step, or they wait for each other's votes: N of them take CHUNK_SIZE=65536,
     # GROUP_SIZE=64 and POPULATION_SIZE = N * 65536.
     "best": dict(
