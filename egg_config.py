@@ -207,8 +207,8 @@ PRESETS = {
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
-    # default shifts an MLP would add almost nothing to the residual stream. With soft targets that follow one token alone
-    # it ends near the table of pairs. The rate falls with the root of the steps, and faster from step 7,500 on.
+    # default shifts an MLP would add almost nothing to the residual stream. With soft targets that follow one token, it
+    # ends near the table of pairs. The rate falls with the root of the steps, and faster from step 7,500 on.
     # Several GPUs need more work a step, or they wait for each other's votes: N of them take CHUNK_SIZE=65536,
     # GROUP_SIZE=64 and POPULATION_SIZE = N * 65536.
     "best": dict(
@@ -564,7 +564,7 @@ def validate(cfg):
         if not ok:
             value, constant = getattr(cfg, name), CONSTANTS[name]
             place = _place(constant.line) if value == constant.value else ""
-            raise ConfigError(f"{place}{name} = {value if constant.kind is str else repr(value)}: {rule}")
+            raise ConfigError(f"{place}{name} = {text(value)}: {rule}")
 
     for name, constant in CONSTANTS.items():
         value = getattr(cfg, name)
@@ -649,7 +649,9 @@ def may_differ(name):
 
 def text(value):
     """A value as an override takes it."""
-    return ",".join(f"{step}:{rate!r}" for step, rate in value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, (tuple, list)):             # a schedule, perhaps of a peer, which may hold anything
+        return ",".join(str(entry).strip("[]()").replace(", ", ":") for entry in value)
+    return str(value)
 
 
 def _parse(name, text, source):

@@ -672,7 +672,7 @@ def difference(there, here, where=("there", "here")):
         values = [constants.get(name, "unknown") for constants in (there, here)]
         if values[0] != values[1]:
             texts.append(one_line(f"{name} = " + ", ".join(
-                f"{'unset' if value == '' else value} {place}" for value, place in zip(values, where))))
+                f"{egg_config.text(value) or 'unset'} {place}" for value, place in zip(values, where))))
     others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
     return "; ".join(texts[:NAMED] + others)
 

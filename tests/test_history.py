@@ -120,7 +120,7 @@ def test_what_a_killed_coordinator_left_behind_is_removed_by_the_owner_alone(tmp
 
 def test_other_files_and_other_configurations_are_refused(tmp_path):
     filled(tmp_path, 2)
-    cannot_open(r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here", tmp_path,
+    cannot_open(r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, 0:0.1 here", tmp_path,
                 changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),)))
     open_run(changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1), tmp_path).close()             # harmless
     data = (tmp_path / history.FILE).read_bytes()

@@ -63,8 +63,10 @@ def _state(cfg, run, best, warn, last):
         except (ValueError, OSError) as error:
             warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
-        raise UseError(f"{run.directory}: the snapshot that step {last} needs cannot be read: restore it from a copy "
-                       f"(there are those of the steps {sorted(shelf.files)})")
+        kept = steps or not shelf.files
+        why = "cannot be read: restore it from a copy" if kept else "is not kept: train with --keep-every to keep more"
+        raise UseError(f"{run.directory}: the snapshot that step {last} needs {why} (there are those of the steps "
+                       f"{sorted(shelf.files)})")
     return parameters.initial_state(cfg)
 
 
