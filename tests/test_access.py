@@ -148,8 +148,8 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     with Server(tmp_path, laptop) as server:
         turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
                     + advice, server, default)
-        turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
-                    r"at the coordinator, \[\] at the worker" + advice,
+        turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = 0:2,50:3.* "
+                    r"at the coordinator, unset at the worker" + advice,
                     server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
     with Server(tmp_path, default, access=Access(SECRET)) as server:
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
