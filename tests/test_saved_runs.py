@@ -451,6 +451,8 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     # it goes on elsewhere
     open_run(CFG, "elsewhere", "new").close()
     assert load("new").digest() == alone.digest() == load("elsewhere").digest()
+    with refused("step 1 needs is not kept", UseError):
+        use.load(CFG, "elsewhere", threads=1, console=egg_net.Console(Lines()), step=1)
     for path in Path("elsewhere").glob("snapshot*"):         # that of the beginning, and of the end
         path.unlink()
     with refused("restore it from a copy", UseError):
