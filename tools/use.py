@@ -64,7 +64,7 @@ def _state(cfg, run, best, warn, last):
             warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
         removed = shelf.files and not steps
-        why = "is not kept: train with --keep-every to keep more" if removed else "cannot be read: restore it from a copy"
+        why = "is not kept: --keep-every N keeps more" if removed else "cannot be read: restore it from a copy"
         raise UseError(f"{run.directory}: the snapshot that step {last} needs {why} (there are those of the steps "
                        f"{sorted(shelf.files)})")
     return parameters.initial_state(cfg)
