@@ -43,9 +43,10 @@ NTT_CAUSAL = 1                   # 0, 1          | all     | (transformer) 1: a 
 #                                                            whole window, as in d-eggs, for comparison only
 
 # --- population ------------------------------------------------------------------------------------------------------
-CHUNK_SIZE = 40960               # 2 to 2^24     | run     | members evaluated in one job; even: antithetic pairs stay
-#                                                            together
-POPULATION_SIZE = 0              # 0 to 2^28     | run     | members per step, a multiple of CHUNK_SIZE; 0: 8 chunks
+CHUNK_SIZE = 40960               # 2 to 2^24     | run     | members evaluated in one job, with PERTURB = units windows;
+#                                                            even: antithetic pairs stay together
+POPULATION_SIZE = 0              # 0 to 2^28     | run     | members per step, or windows; a multiple of CHUNK_SIZE; 0: 8
+#                                                            chunks
 GROUP_SIZE = 2                   # 2 to 2^28     | run     | members that read the same tokens; even, a divisor of
 #                                                            POPULATION_SIZE
 
@@ -82,18 +83,10 @@ ADAPTIVE_NOISE_INIT = 64         # -127 to 127   | run     | its initial value; 
 ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update for a row or column that changed
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
-# --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
-#                                                            units: learns far more from a token
-NOISE_EMBEDDING = 1              # 0 to 63       | run     | size of the noise of the embedding's outputs
-NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
-NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
-NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
-NOISE_OUTPUT = 4                 # 0 to 63       | run     | (transformer) of the outputs of attention
-NOISE_UP = 7                     # 0 to 63       | run     | inside an MLP
-NOISE_DOWN = 1                   # 0 to 63       | run     | of the outputs of an MLP
-CREDIT = 8                       # 0 to 15       | run     | (gru) sixteenths of a later position's digit that the noise
-#                                                            of gate, candidate and embedding is credited with
+# --- estimator -------------------------------------------------------------------------------------------------------
+PERTURB = "weights"              # weights, units | all    | `weights`: evolution, noise on the weights of pairs;
+#                                                            `units`: every unit is tried alone, learns far more from a
+#                                                            token
 
 # --- fitness ---------------------------------------------------------------------------------------------------------
 LOSS = "deggs"                   # deggs, exact  | all     | `deggs`: the coarse logarithm of d-eggs; `exact`:
@@ -192,32 +185,21 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 PRESETS = {
     # The values above as they are.
     "deggs": {},
-    # A model of bytes for two cores, with noise on activations. 32 windows a step, read by 16
-    # members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. No noise at the
-    # embedding, so nothing votes on it: its random values serve as well, and all other votes have less noise. 12 logit
-    # units are a nat: with more of them the frequent tokens reach the largest logit. Little weight decay: later its
-    # pull outweighs the votes. Two chunks, so that two machines can share a step.
+    # A model of bytes for two cores.
     "laptop-bytes": dict(
-        MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
-        MLP_RELU=1, GROUP_SIZE=16, CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=0, NOISE_GATE=7,
-        NOISE_CANDIDATE=3, NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact",
+        MODEL="gru", PERTURB="units", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
+        MLP_RELU=1, CHUNK_SIZE=32, POPULATION_SIZE=64, HOST_GAUSSIAN=1, LOSS="exact",
         SOFTMAX_EXP_SCALE=12.0, ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4,
-        SOFT_TARGETS="0:2, 50:3, 250:4", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0002,
+        ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0002,
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
-    # default shifts an MLP would add almost nothing to the residual stream. With soft targets that follow one token, it
-    # ends near the table of pairs. The rate falls with the root of the steps, and faster from step 7,500 on.
-    # Several GPUs need more work a step, or they wait for each other's votes: N of them take CHUNK_SIZE=65536,
-    # GROUP_SIZE=64 and POPULATION_SIZE = N * 65536.
+    # For minutes on one large GPU: 512 windows a step.
     "best": dict(
-        PERTURB="activations", N_LAYERS=1, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
-        ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, GROUP_SIZE=16, CHUNK_SIZE=8192,
-        POPULATION_SIZE=8192, NOISE_EMBEDDING=2, NOISE_ATTENTION=4, NOISE_OUTPUT=2, NOISE_UP=4, NOISE_DOWN=2,
-        SOFT_TARGETS="0:1, 150:2", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
-        LR_SCHEDULE="0:0.12, 100:0.117, 300:0.112, 600:0.105, 1000:0.097, 1500:0.09, 2200:0.082, 3200:0.073, "
-                    "4500:0.065, 6000:0.059, 7000:0.054, 7500:0.035, 8000:0.02, 8500:0.012",
+        PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
+        ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11, CHUNK_SIZE=512,
+        POPULATION_SIZE=512, USE_MUON=1, ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
+        LR_SCHEDULE="0:0.25, 300:0.2, 600:0.15, 1000:0.1, 2000:0.07",
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
@@ -231,31 +213,26 @@ PRESETS = {
         ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0, VALIDATE_WINDOW=448, SAMPLE_EVERY=100,
         SNAPSHOT_EVERY=1000),
 }
-# A model of tokens that writes words after a minute on two cores. Many windows of few members: they cost the clean pass
-# and its votes, and win.
+# A model of tokens that writes words after a minute on two cores.
 PRESETS["laptop"] = {
-    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 4,
-    "NOISE_GATE": 4, "NOISE_CANDIDATE": 2, "NOISE_UP": 2, "NOISE_DOWN": 2, "CREDIT": 8,
+    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0,
     "SOFTMAX_EXP_SCALE": 14.0, "ADAPTIVE_THRESHOLD_ALPHA": 0.8, "SOFT_TARGETS": "0:1, 400:2",
     "ADAM_WEIGHT_DECAY": 0.001,
     "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.36, 500:0.34, 800:0.31, 1200:0.28, 1600:0.24, 2000:0.2, 2500:0.14, "
                    "3000:0.08, 3300:0.055, 3600:0.035, 16000:0.03",
     "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
-# The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
-# logits show smaller differences, so that less noise is enough. On one GPU one chunk a step is a tenth faster than two;
-# N GPUs share a step of N chunks: POPULATION_SIZE = N * 32768.
+# Bytes on a large GPU: a larger model, and 512 windows a step.
 PRESETS["best-bytes"] = {
-    **PRESETS["laptop-bytes"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "GROUP_SIZE": 64, "CHUNK_SIZE": 32768,
-    "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 1, "NOISE_DOWN": 1, "SOFTMAX_EXP_SCALE": 16.0,
-    "SOFT_TARGETS": "0:4, 150:5, 400:6",
+    **PRESETS["laptop-bytes"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "CHUNK_SIZE": 512, "POPULATION_SIZE": 512,
+    "SOFTMAX_EXP_SCALE": 16.0,
     "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1270:0.2, 1790:0.15, 2530:0.12, 3690:0.09, "
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on activations, few windows, and rates and a share
-# of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
+# What a run with --objective sets where nothing else was said: few windows, and rates and a share of text with which a
+# model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
-    PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
+    PERTURB="units", CHUNK_SIZE=64, POPULATION_SIZE=256, GROUP_SIZE=2, OPTIMIZER="adamw", LOSS="exact",
     ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
     LR_SCHEDULE="0:0.03, 10:0.045, 40:0.06, 150:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.25, VALIDATE_EVERY=20,
     SAMPLE_EVERY=20)
@@ -271,12 +248,9 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
-         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
-VERSION_OF_VOTES = 3     # of SPEC 21
 
 
 class EggError(Exception):
@@ -447,8 +421,7 @@ class Config(types.SimpleNamespace):
 
     def agreed(self):
         """The same, and the version of the votes: what makes the digits of a worker."""
-        votes = {"VERSION_OF_VOTES": VERSION_OF_VOTES} if self.PERTURB == "activations" else {}
-        return self.saved() | votes
+        return self.saved()
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
@@ -596,19 +569,17 @@ def validate(cfg):
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
     if cfg.OBJECTIVE:
-        need(cfg.PERTURB == "activations", "PERTURB", "must be activations with --objective")
-        need(cfg.CHUNK_SIZE % (cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS) == 0, "CHUNK_SIZE",
-             f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
-             "--objective: the texts after a prompt are in one chunk")
-    if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0):
-            need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
-        need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
-             f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
+        need(cfg.PERTURB == "units", "PERTURB", "must be units with --objective")
+        need(cfg.CHUNK_SIZE % cfg.OBJECTIVE_TEXTS == 0, "CHUNK_SIZE",
+             f"must be a multiple of OBJECTIVE_TEXTS = {cfg.OBJECTIVE_TEXTS} with --objective: the texts after a prompt "
+             "are in one chunk")
+    if cfg.PERTURB == "units":
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
+            need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
         most = 1 << (17 if cfg.MODEL == "gru" else 16)
-        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most // cfg.SEQ_LEN * cfg.GROUP_SIZE} with PERTURB = activations, SEQ_LEN = "
-             f"{cfg.SEQ_LEN} and GROUP_SIZE = {cfg.GROUP_SIZE}: votes are sums in 32 bits")
+        need(cfg.CHUNK_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
+             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums in "
+             "32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
@@ -619,14 +590,13 @@ def _derive(cfg):
     cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
-    cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
+    cfg.MEMBERS = 2 if cfg.PERTURB == "weights" else 1          # of a window: a pair, or the window itself
+    cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.MEMBERS // (cfg.GROUP_SIZE // 2)
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
-    # pairs that read a window together, with the same targets: with noise on activations those of a group
-    cfg.READERS = 1 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE // 2
-    cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
+    cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that are read for a window
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
-    # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
-    # whole bytes, so that a step is its chunks one after the other
+    # ternary digits in which a chunk, and a step, is sent: one a pair, or with unit trials one a weight, in whole
+    # bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
     weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)

@@ -1,15 +1,15 @@
-"""The whole network in plain NumPy: both models from tokens to logits and loss, as SPEC 4 to 7, 13, 14 and, for noise
-on activations, 21 say.
+"""The whole network in plain NumPy: both models from tokens to logits and loss, as SPEC 4 to 7, 13 and 14 say, and the
+votes of unit trials on them, as SPEC 21 says.
 
-One `Reading` is one member of the population, computed the slow and obvious way. The engines must agree with it in
-every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other modules it takes the tables of
-parameters and of phases, the divisors of products, the integer tables, the bases of transforms and the noise draw; all
-other arithmetic is written out here.
+One `Reading` is one member of the population, or a window of unit trials, computed the slow and obvious way. The
+engines must agree with it in every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other
+modules it takes the tables of parameters and of credits, the divisors of products, the integer tables, the bases of
+transforms and the noise draw; all other arithmetic is written out here.
 """
 
 import numpy as np
 
-from model import activations, integer_tables, parameters, rules, steps
+from model import integer_tables, parameters, rules, steps, units
 
 
 def wrap(x):
@@ -49,14 +49,13 @@ class Reading:
     named h, n or x are [positions, HIDDEN_DIM].
 
     carried int64 [layers, HIDDEN_DIM]: the state from which the recurrent model reads on. see(layer, name, values) is
-    called with every part, int64 [positions, width], layer -1 for a part outside the layers; after attention also with
-    "Weights", values[head][query] int64 [positions up to the query]. disturbed: the noise is on activations instead,
-    and `seed` that of the member."""
+    called with every part, int64 [positions, width], layer -1 for a part outside the layers. kept {(name, layer): int64
+    [positions, width or 1]}: what unit trials take of the forward pass."""
 
-    def __init__(self, cfg, state, seed=0, sign=0, see=lambda layer, name, values: None, disturbed=False):
+    def __init__(self, cfg, state, seed=0, sign=0, see=lambda layer, name, values: None):
         self.cfg, self.state, self.see = cfg, state, see
         self.seed, self.sign = seed, sign
-        self.phases = activations.phases(cfg) if disturbed else {}         # whose outputs have noise
+        self.kept = {}
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self.carried = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
@@ -92,23 +91,25 @@ class Reading:
         self.see(layer, name, values)
         return values
 
+    def keep(self, name, layer, values):
+        self.kept[name, layer] = values
+        return values
+
     # the transformer (SPEC 7)
 
     def transformer(self, tokens):
-        h = clip(self.embedded(tokens) + self.vector("emb_bias"))
-        h = self.observed(-1, "Emb", self.disturbed("embedding", 0, h))
-        h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"),
-                     ("first_up", "first_down"))
+        h = self.observed(-1, "Emb", clip(self.embedded(tokens) + self.vector("emb_bias")))
+        h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"), "_0")
         rope = integer_tables.rope_table(self.cfg, len(tokens)).astype(np.int64)
         for layer in range(self.cfg.N_LAYERS):
-            n = self.observed(layer, "LN1", self.layer_norm(h, "ln_1", layer))
+            n = self.keep("normed_1", layer, self.observed(layer, "LN1", self.layer_norm(h, "ln_1", layer)))
             q, k, v = (self.product(name, layer, n) for name in ("w_q", "w_k", "w_v"))
-            q, k, v = (self.disturbed(name, layer, self.amax(y)) for name, y in
+            q, k, v = (self.keep(name, layer, self.amax(y, name, layer)) for name, y in
                        (("query", self.rotated(q, rope)), ("key", self.rotated(k, rope)), ("value", v)))
-            a = self.observed(layer, "Attended", self.attention(q, k, v, layer))
-            h = self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT)))
-            h = self.observed(layer, "Attn", self.disturbed("output", layer, h))
-            h = self.mlp(h, layer, "ln_2", "w_", "mlp_bias_", ("LN2", "MLP_Exp", "MLP"), ("up", "down"))
+            a = self.keep("attended", layer, self.observed(layer, "Attended", self.attention(q, k, v, layer)))
+            h = self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT)), "output", layer)
+            h = self.mlp(self.observed(layer, "Attn", h), layer, "ln_2", "w_", "mlp_bias_", ("LN2", "MLP_Exp", "MLP"),
+                         "")
         return self.observed(-1, "LN_F", self.layer_norm(h, "ln_f"))
 
     def embedded(self, tokens):
@@ -118,16 +119,15 @@ class Reading:
             e = e + sum(self.look_up(f"ntt_emb_{byte}", c >> 8 * byte & 255) >> 2 for byte in (1, 2, 3))
         return e
 
-    def mlp(self, h, layer, norm, weights, biases, names, phases):
+    def mlp(self, h, layer, norm, weights, biases, names, kept):
         normed, inner, result = names
-        up, down = phases
-        n = self.observed(layer, normed, self.layer_norm(h, norm, layer))
+        n = self.keep("normed" + (kept or "_2"), layer, self.observed(layer, normed, self.layer_norm(h, norm, layer)))
         u = (self.product(weights + "up", layer, n) >> self.cfg.SHIFT_MLP_UP) + self.vector(biases + "up", layer)
-        u = self.disturbed(up, layer, u)
+        u = self.keep("before" + kept, layer, clip(u))
         u = self.observed(layer, inner, integer_tables.gelu_table().astype(np.int64)[u & 255])
-        y = self.product(weights + "down", layer, u, groups=4) >> self.cfg.SHIFT_MLP_DOWN
-        h = self.amax(wrap(h + y + self.vector(biases + "down", layer)))
-        return self.observed(layer, result, self.disturbed(down, layer, h))
+        y = self.product(weights + "down", layer, self.keep("inner" + kept, layer, u), groups=4)
+        y = wrap(h + (y >> self.cfg.SHIFT_MLP_DOWN) + self.vector(biases + "down", layer))
+        return self.observed(layer, result, self.amax(y, "down" + kept, layer))
 
     def rotated(self, x, rope):
         """Neighbouring elements (even, odd) of a head turned by the angle of their position."""
@@ -138,28 +138,28 @@ class Reading:
         return wrap((turned + half >> self.cfg.ROPE_SCALE_BIT).reshape(x.shape))
 
     def attention(self, q, k, v, layer):
-        exp, weights = integer_tables.exp_table(self.cfg).astype(np.int64), []
-        a = np.zeros_like(q)
-        for head in np.split(np.arange(self.cfg.HIDDEN_DIM), self.cfg.N_HEADS):
+        exp, a = integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
+        shares = self.keep("shares", layer, np.zeros((self.cfg.N_HEADS, len(q), len(q)), np.int64))
+        for number, head in enumerate(np.split(np.arange(self.cfg.HIDDEN_DIM), self.cfg.N_HEADS)):
             scores = q[:, head] @ k[:, head].T >> self.cfg.SHIFT_ATTN
-            distances = [row[:t + 1].max() - row[:t + 1] for t, row in enumerate(scores)]
-            weights.append([exp[np.minimum(len(exp) - 1, distance)] for distance in distances])
-            for t, w in enumerate(weights[-1]):
+            for t, row in enumerate(scores):
+                w = exp[np.minimum(len(exp) - 1, row[:t + 1].max() - row[:t + 1])]
                 a[t, head] = clip(divide(w @ v[:t + 1, head], w.sum()))
-        self.see(layer, "Weights", weights)
+                shares[number, t, :t + 1] = (8192 * w + w.sum()) // (2 * w.sum())
         return a
 
     def layer_norm(self, x, name, layer=0):
         product = wrap(x * self.vector(name, layer))
-        return clip(wrap(divide(product, self.mean_size(x)) + self.vector(name + "_bias", layer)))
+        return clip(wrap(divide(product, self.mean_size(x, name, layer)) + self.vector(name + "_bias", layer)))
 
-    def mean_size(self, x):
-        return np.maximum(1, np.abs(x).sum(1, keepdims=True) // self.cfg.HIDDEN_DIM)
+    def mean_size(self, x, name, layer):
+        return self.keep(name, layer, np.maximum(1, np.abs(x).sum(1, keepdims=True) // self.cfg.HIDDEN_DIM))
 
-    def amax(self, v):
+    def amax(self, v, name, layer):
         """v scaled so that its largest value is 127, rounded in float32 with halves away from zero."""
         largest = np.abs(v).max(1, keepdims=True).astype(np.float32)
-        y = v.astype(np.float32) * (np.float32(127) / (largest + np.float32(1e-9)))
+        scale = self.keep("scale_" + name, layer, np.float32(127) / (largest + np.float32(1e-9)))
+        y = v.astype(np.float32) * scale
         whole = np.trunc(y)
         return clip(whole + np.where(np.abs(y - whole) >= 0.5, np.sign(y), 0)).astype(np.int64)
 
@@ -176,55 +176,39 @@ class Reading:
     # the recurrent model (SPEC 13)
 
     def recurrent(self, tokens):
-        x = clip(self.look_up("embedding", tokens))
-        x = self.observed(-1, "Emb", self.disturbed("embedding", 0, x))
+        x = self.observed(-1, "Emb", clip(self.look_up("embedding", tokens)))
         for layer in range(self.cfg.N_LAYERS):
-            n = self.observed(layer, "LN1", self.norm(x, "ln_1", layer))
+            n = self.keep("normed_1", layer, self.observed(layer, "LN1", self.norm(x, "ln_1", layer)))
             x = self.observed(layer, "GRU", clip(x + self.observed(layer, "State", self.states(n, layer, tokens))))
-            u = self.divided_product("w_up", layer, self.observed(layer, "LN2", self.norm(x, "ln_2", layer)))
-            u = clip(u + self.disturbance("up", layer, len(x)))
+            n = self.keep("normed_2", layer, self.observed(layer, "LN2", self.norm(x, "ln_2", layer)))
+            u = self.keep("before", layer, self.divided_product("w_up", layer, n))
             u = self.observed(layer, "MLP_Exp", np.maximum(u, 0) if self.cfg.MLP_RELU else u)
-            y = clip(self.divided_product("w_down", layer, u) + self.disturbance("down", layer, len(x)))
+            y = self.divided_product("w_down", layer, self.keep("inner", layer, u))
             x = self.observed(layer, "MLP", clip(x + y))
         return self.observed(-1, "LN_F", self.norm(x, "ln_f"))
 
     def states(self, n, layer, tokens):
         """int64 [positions, HIDDEN_DIM]: the state after every position."""
-        forget, candidate = self.divided_product("w_f", layer, n), self.divided_product("w_h", layer, n)
         # what is added to the products with the state
-        forget = forget + self.vector("b_f", layer) + self.disturbance("gate", layer, len(n))
-        candidate = candidate + self.vector("b_h", layer) + self.disturbance("candidate", layer, len(n))
+        forget, candidate = (self.divided_product("w_" + of, layer, n) + self.vector("b_" + of, layer) for of in "fh")
         h = self.carried[layer:layer + 1]
-        before, gated, states = np.zeros((3, *n.shape), np.int64)
+        before, opened, gated, new, states = (np.zeros(n.shape, np.int64) for _ in range(5))
         for t, token in enumerate(tokens):
             before[t] = h = h * (token != 0)             # token 0 begins a text
-            f = clip(forget[t] + self.divided_product("u_f", layer, h)) + 127
+            opened[t] = f = clip(forget[t] + self.divided_product("u_f", layer, h)) + 127
             gated[t] = past = f * h >> 8
-            c = clip(candidate[t] + self.divided_product("u_h", layer, past))
+            new[t] = c = clip(candidate[t] + self.divided_product("u_h", layer, past))
             states[t] = h = h + (f * (c - h) >> 8)
         self.carried[layer] = h
-        self.see(layer, "Before", before)
-        self.see(layer, "Gated", gated)
+        for name, values in ("state", before), ("gate", opened), ("gated", gated), ("candidate", new):
+            self.keep(name, layer, values)
         return states
-
 
     def divided_product(self, name, layer, x):
         return clip(self.product(name, layer, x) // parameters.divisor(self.cfg, x.shape[1]))
 
     def norm(self, x, name, layer=0):
-        return clip(x * self.vector(name, layer) // self.mean_size(x))
-
-    # noise on activations (SPEC 21)
-
-    def disturbance(self, name, layer, positions):
-        """The noise of the outputs of a phase, 0 where noise is on weights."""
-        if not self.phases:
-            return 0
-        number = self.seed - self.state.seed & 0xFFFFFFFF
-        return activations.noise(self.cfg, self.phases[name, layer], number, self.seed, positions)
-
-    def disturbed(self, name, layer, y):
-        return clip(y + self.disturbance(name, layer, len(y)))
+        return clip(x * self.vector(name, layer) // self.mean_size(x, name, layer))
 
     # weights and their noise (SPEC 4)
 
@@ -279,3 +263,167 @@ class Reading:
         noise = noise * self.factor(t.overlay_a, t.seed_a, columns)[:, None]
         noise = noise * self.factor(t.overlay_b, t.seed_b, hidden)
         return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.cfg.NOISE_SHIFT)
+
+
+# --- unit trials (SPEC 21) --------------------------------------------------------------------------------------------
+
+def f32(x):
+    return np.asarray(x, np.float32)
+
+
+def power(e):
+    """float32: 2^e, e cut to what float32 has."""
+    return f32(2) ** f32(np.clip(e, -126, 127))
+
+
+def with_exponent(credits, bits, axis=-1):
+    """(int64, exponents): float32 credits as whole numbers of `bits` bits times 2^exponent. Those along an axis have one
+    exponent."""
+    top = np.abs(credits).max(axis, keepdims=True)
+    e = np.clip(np.frexp(top)[1] - bits, -units.EXPONENTS, units.EXPONENTS) * (top > 0) - units.EXPONENTS * (top == 0)
+    limit = (1 << bits) - 1
+    return np.clip(np.rint(credits * power(-e)), -limit, limit).astype(np.int64), e
+
+
+class Trial(Reading):
+    """A window that is read once, and the credits of its units. rows {(name, layer): (int64 [positions, units], int64
+    [positions, 1])}: credits as int8 and their exponents; errors int64 [positions, VOCAB_SIZE]: those of the head."""
+
+    def read(self, window, seed, weight=units.FULL, counted=True):
+        """int: the loss of a window int [WINDOW] with this seed. weight: of its errors, in 7ths; counted bool
+        [positions]: which of them count."""
+        cfg, T, before = self.cfg, self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS
+        if before:
+            self.hidden(window[:before])
+        self.tokens, drawn = window[before:before + T], window[before + T + 1:]
+        targets = np.column_stack([window[before + 1:before + T + 1], drawn.reshape(T, -1)])
+        seen, self.see = {}, lambda layer, name, values: seen.update({name: values})
+        losses = self.losses(self.tokens, targets)
+        self.kept["normed_f", 0] = seen["LN_F"]
+        self.errors = self.head_errors(seen["Logits"], targets, seed, weight * (np.zeros(T, np.int64) + counted)[:, None])
+        self.rows = {}
+        c = f32(self.errors @ self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0]).T)
+        (self.down_recurrent if cfg.MODEL == "gru" else self.down_transformer)(c * self.of_norm("ln_f", 0))
+        return sum(losses)
+
+    def head_errors(self, z, targets, seed, weight):
+        """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight / 7, rounded down after
+        a dither; 0 where a logit is at its limit and cannot follow."""
+        exp, V = integer_tables.exp_table(self.cfg).astype(np.int64), self.cfg.VOCAB_SIZE
+        w = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
+        share = w * ((127 << 48) // w.sum(1, keepdims=True)) >> 32
+        wanted = (targets[:, :, None] == np.arange(V)).sum(1) * (127 << 16) // targets.shape[1]
+        dither = steps.hash32(seed & 0xFFFFFFFF, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + len(z)))
+        random = dither.astype(np.int64)[:, None] + 40503 * np.arange(V) & 0xFFFF
+        errors = ((wanted - share) * weight // 7 + random) >> 16
+        stuck = (np.abs(z) == 127) & (np.sign(z) == np.sign(errors)) & (self.cfg.MODEL == "gru")
+        return np.where(stuck, 0, errors)
+
+    def of_norm(self, name, layer):
+        """float32 [positions, HIDDEN_DIM]: by how much a norm multiplies its inputs."""
+        return f32(self.vector(name, layer)) / f32(self.kept[name, layer])
+
+    def row(self, name, layer, credits):
+        """Notes the credits of units, float32 [positions, units]."""
+        self.rows[name, layer] = with_exponent(credits, units.ROW_BITS)
+
+    def handed(self, name, layer, matrix, shift=0, divisor=1):
+        """float32 [positions, inputs]: what credits hand down through a matrix, divided by 2^shift and a divisor."""
+        whole, e = self.rows[name, layer]
+        return f32(whole @ self.stored(self.tensors[matrix, layer]).T) * (power(e - shift) * (f32(1) / f32(divisor)))
+
+    def through_mlp(self, c, layer, first, weights, norm, kept, up_shift, down_shift, up_divisor=1, down_divisor=1):
+        """The credits below an MLP, from those of its sum with the residual stream. first: what its credits' names
+        begin with; shifts and divisors: of its products."""
+        trials = units.trial_tables(self.cfg)[1].astype(np.int64)[self.kept["before" + kept, layer] & 255]
+        self.row(first + "down", layer, c)
+        inner = self.handed(first + "down", layer, weights + "down", down_shift + 3, down_divisor)
+        self.row(first + "up", layer, inner * f32(trials))
+        return c + self.handed(first + "up", layer, weights + "up", up_shift, up_divisor) * self.of_norm(norm, layer)
+
+    def down_transformer(self, c):
+        cfg, kept = self.cfg, self.kept
+        shifts = cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
+        for layer in reversed(range(cfg.N_LAYERS)):
+            c = self.through_mlp(c * kept["scale_down", layer], layer, "", "w_", "ln_2", "", *shifts)
+            c = c * kept["scale_output", layer]
+            self.row("output", layer, c)
+            self.through_attention(self.handed("output", layer, "w_o", cfg.SHIFT_OUT), layer)
+            below = self.handed("query", layer, "w_q") + self.handed("key", layer, "w_k")
+            below = below + self.handed("value", layer, "w_v")
+            c = c + below * self.of_norm("ln_1", layer)
+        c = self.through_mlp(c * kept["scale_down_0", 0], 0, "first_", "w_emb_mlp_", "ln_init", "_0", *shifts)
+        self.row("embedding", 0, c)
+
+    def through_attention(self, c, layer):
+        """Notes the credits of queries, keys and values, from those of what is read, float32 [positions, HIDDEN_DIM]."""
+        cfg, kept = self.cfg, self.kept
+        q, k, v, y = (kept[name, layer] for name in ("query", "key", "value", "attended"))
+        of_query, of_key, of_value = (np.zeros(c.shape, np.float32) for _ in range(3))
+        scaled = f32(1) / f32(cfg.SOFTMAX_EXP_SCALE)
+        for number, head in enumerate(np.split(np.arange(cfg.HIDDEN_DIM), cfg.N_HEADS)):
+            share = kept["shares", layer][number]
+            whole, e = with_exponent(c[:, head], units.WINDOW_BITS, (0, 1))
+            # a score tried alone: more of one position, less of what is read now
+            worth = whole @ v[:, head].T - (whole * y[:, head]).sum(1, keepdims=True)
+            trial, e_trial = with_exponent(f32(worth) * f32(share), units.WINDOW_BITS, (0, 1))
+            unit = power(e + e_trial - 12 - cfg.SHIFT_ATTN)
+            of_query[:, head] = f32(self.turned_back(trial @ k[:, head])) * unit * scaled
+            of_key[:, head] = f32(self.turned_back(trial.T @ q[:, head])) * unit * scaled
+            of_value[:, head] = f32(share.T @ whole) * power(e - 12)
+        for name, credits in ("query", of_query), ("key", of_key), ("value", of_value):
+            self.row(name, layer, credits * kept["scale_" + name, layer])
+
+    def turned_back(self, x):
+        """The rotation of a head by the opposite angle."""
+        even, odd = np.moveaxis(x.reshape(len(x), -1, 2), -1, 0)
+        cos, sin = np.moveaxis(integer_tables.rope_table(self.cfg, len(x)).astype(np.int64), -1, 0)
+        turned = np.stack([even * cos + odd * sin, odd * cos - even * sin], -1)
+        return wrap((turned + (1 << self.cfg.ROPE_SCALE_BIT - 1) >> self.cfg.ROPE_SCALE_BIT).reshape(x.shape))
+
+    def down_recurrent(self, c):
+        cfg, kept, trials = self.cfg, self.kept, units.trial_tables(self.cfg)[0].astype(np.int64)
+        narrow, wide = (parameters.divisor(cfg, n * cfg.HIDDEN_DIM) for n in (1, 4))
+        for layer in reversed(range(cfg.N_LAYERS)):
+            c = self.through_mlp(c, layer, "", "w_", "ln_2", "", 0, 0, narrow, wide)
+            h, f, new = (kept[name, layer] for name in ("state", "gate", "candidate"))
+            worth, of_state = np.zeros(cfg.HIDDEN_DIM, np.float32), np.zeros_like(c)
+            for t in reversed(range(len(c))):
+                of_state[t] = worth = c[t] + worth
+                worth = worth * (f32(256 - f[t]) * f32(1 / 256)) * f32(self.tokens[t] != 0)
+            self.row("gate", layer, of_state * f32((new - h) * trials[f - 127 & 255]) * f32(2 ** -11))
+            self.row("candidate", layer, of_state * f32(f * trials[new & 255]) * f32(2 ** -11))
+            below = self.handed("gate", layer, "w_f", 0, narrow) + self.handed("candidate", layer, "w_h", 0, narrow)
+            c = c + below * self.of_norm("ln_1", layer)
+        self.row("embedding", 0, c)
+
+
+def votes_of_windows(cfg, state, windows, first, weights=None, counted=None):
+    """({tensor: int64 votes}, int): the votes of a chunk and its loss, of windows int [n, WINDOW], the first of which
+    has number `first` in the step. weights int [n], counted bool [n, SEQ_LEN]: see Trial.read."""
+    weights = np.full(len(windows), units.FULL) if weights is None else weights
+    counted = np.ones((len(windows), cfg.SEQ_LEN), bool) if counted is None else counted
+    trials = [Trial(cfg, state) for _ in windows]
+    loss = sum(trial.read(window, state.seed + first + number, int(weights[number]), counted[number])
+               for number, (trial, window) in enumerate(zip(trials, windows)))
+    matrices, biases, embedding = units.votes(cfg)
+    votes = {t: np.zeros((t.rows, t.cols) if t.matrix else t.cols, np.int64) for t in parameters.tensors(cfg)}
+    top, operands = {}, {None: [trial.errors for trial in trials]}
+    for name in trials[0].rows if trials else ():
+        rows = [trial.rows[name] for trial in trials]
+        exponents = np.concatenate([e[np.abs(whole).max(1) > 0].ravel() for whole, e in rows]).astype(np.int64)
+        top[name] = units.loudest(np.bincount(exponents + units.EXPONENTS, minlength=2 * units.EXPONENTS + 1))
+        # the exponent of all rows of the chunk
+        operands[name] = [np.clip(np.rint(f32(whole) * power(e - top[name])), -127, 127).astype(np.int64)
+                          for whole, e in rows]
+    for number, trial in enumerate(trials):
+        for tensor, name, inputs in matrices:
+            layer = tensor.layer
+            votes[tensor] += trial.kept[inputs, layer].T @ operands[name][number]
+        for tensor, name in biases:
+            votes[tensor] += operands[name][number].sum(0)
+        table = operands["embedding", 0][number]
+        if embedding.product:                                # tied: as a table and as the head in one unit
+            table = np.rint(f32(table) * power(np.clip(top["embedding", 0], *units.TABLE_SHIFTS))).astype(np.int64)
+        np.add.at(votes[embedding].T, trial.tokens, table)
+    return votes, loss

@@ -15,8 +15,9 @@ from model import steps
 
 # The operations besides casts; integers wrap, floats are IEEE, rounded once to nearest, never contracted. trunc: int32
 # of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32 d, toward
-# zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
-Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div")
+# zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; bits: int32 of a float32, float_of: back; nearest:
+# int32 of a float32, ties to even; the others of float32.
+Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div bits float_of nearest")
 i32 = np.int32
 u32 = np.uint32
 f32 = np.float32
@@ -24,6 +25,7 @@ i64 = np.int64
 u64 = np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
 DITHER_STREAM = 1 << 31      # of the dither of the head's errors
+DITHER_STEP = 40503          # of the dither from token to token: 2^16 times the golden ratio, odd
 
 ADAMW = 0
 SGD = 1
@@ -254,69 +256,23 @@ def update_rules(jit, ops):
     return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
 
 
-def activation_rules(jit):
-    """Noise on activations (SPEC 21). least: model.activations.least_differences."""
-    hash32 = draw_rules(jit, 0).hash32
-
-    @jit
-    def noise_of(word, four, amplitude):
-        """uint32: the noise of outputs 4 four .. 4 four + 3 of the 32 that share a hash, as int8: amplitude, which is
-        not 0, or where their bit of `word` is set its negative, the complement plus 1."""
-        minus = u32(u32(word >> u32(four)) & u32(0x01010101))
-        return u32(u32(u32(amplitude * 0x01010101) ^ u32(minus * u32(255))) + minus)
-
-    @jit
-    def signed(word, i, size):
-        """int32: size, or -size where the noise of output i of the 32 that share the hash `word` is negative."""
-        minus = i32(u32(word >> u32(8 * (i & 3) + (i >> 2))) & u32(1))
-        return i32(i32(size ^ i32(-minus)) + minus)
-
-    @jit
-    def digit(difference, least):
-        """int32, -7 to 7: the digit of a position whose loss is smaller by int64 `difference` than the clean one."""
-        size = i32(0)
-        for level in range(7):
-            size = i32(size + i32(abs(difference) >= least[level]))
-        return size if difference > 0 else i32(-size)
-
-    @jit
-    def least_difference(level, total, count):
-        """int64: the least size of a difference for a digit of size `level` from 1 on; total: of all sizes of `count`
-        differences, whose mean is a digit of 7 / 4, rounded."""
-        return max(i64(1), i64(-i64(i64(-i64(4 * level - 2) * i64(total)) // i64(7 * count))))
-
+def vote_rules(jit):
+    """From sums of votes to digits (SPEC 21)."""
     @jit
     def least_vote(total, size, alpha):
         """int64: the least size of a vote that counts, in a tensor of `size` weights whose votes have the size `total`
         (int64); alpha: float64."""
         return max(i64(1), i64(math.ceil(np.float64(np.float64(total) / np.float64(size)) * alpha)))
 
-    @jit
-    def credited(digit, later, bits, credit):
-        """int32: the credit of a position with `bits` fraction bits, that of the next one being `later`. It rounds
-        toward zero: rounded down, a negative credit would never be forgotten."""
-        part = i32(i32(abs(i32(later)) * credit) >> i32(4))
-        return i32(i32(digit * i32(i32(1) << i32(bits))) + (part if later > 0 else i32(-part)))
+    return SimpleNamespace(least_vote=least_vote)
 
-    @jit
-    def rounded(total, shift):
-        """int32: a sum in 2^shift, rounded, halves away from zero. Halves rounded up would vote on every weight,
-        whatever its noise."""
-        half = i32(i32(i32(1) << i32(shift)) >> i32(1))
-        size = i32(i32(abs(i32(total)) + half) >> i32(shift))
-        return i32(size if total > 0 else i32(-size))
 
-    @jit
-    def settled(total, shift):
-        """int32 that fits int8: the same, cut to +-127."""
-        return max(min(rounded(total, shift), i32(127)), i32(-127))
-
-    @jit
-    def weighed(total, weight, shift):
-        """int32 that fits int8: the same times weight / 7, -7 to 7, rounded once. weight: of the window."""
-        size = i32(i32(i32(abs(i32(total * weight))) + i32(i32(i32(7) << i32(shift)) >> i32(1))) // i32(7))
-        size = min(i32(size >> i32(shift)), i32(127))
-        return i32(size if i32(total * weight) > 0 else i32(-size))
+def unit_rules(jit, ops):
+    """Unit trials (SPEC 21): the head's errors, and credits as integers with an exponent. float32 appears element by
+    element only; every sum is one of integers."""
+    bits, float_of, nearest = ops.bits, ops.float_of, ops.nearest
+    mul = ops.mul
+    hash32 = draw_rules(jit, 0).hash32
 
     @jit
     def attention_share(weight, total):
@@ -325,42 +281,46 @@ def activation_rules(jit):
         return i32(i64(i64(i64(weight) << i64(13)) + total) // i64(i64(2) * total))
 
     @jit
-    def handed_down(credit, attended, heads):
-        """int32 that fits int8: the credit of the outputs below a layer: three quarters of `credit`, that of the
-        layer's outputs, and of the mean over its heads, of whose credits through attention, rounded to 1/16, `attended`
-        is the sum."""
-        total = i32(3 * i32(i32(16 * heads) * credit + attended))
-        size = min(i32(i32(abs(total) + i32(32 * heads)) // i32(64 * heads)), i32(127))
-        return i32(size if total > 0 else i32(-size))
+    def share_unit(total):
+        """int64: what `share` takes of the sum `total` (int64) of the EXP of a position."""
+        return i64(i64(127 << 48) // total)
 
     @jit
-    def excess(wanted, targets, weight, total):
-        """int32: 127 (weight / total - wanted / targets) in 2^-16, rounded up. weight: a token's EXP, of their sum
-        `total` (int64)."""
-        whole = i64(i64(targets) * total)
-        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
-        return i32(-i64(i64(parts * i64(127 << 16)) // whole))
+    def share(weight, unit):
+        """int32: 127 times the softmax of a token whose EXP is `weight`, in 2^-16, rounded down."""
+        return i32(i64(i64(weight) * unit) >> i64(32))
 
     @jit
-    def weighed_excess(excess, weight):
-        """int32: an excess times weight / 7, rounded up."""
-        return i32(-i32(i32(i32(-excess) * i32(weight)) // i32(7)))
+    def dither_of(seed, position):
+        """int32: what `error` takes for the tokens of a position of the window with this seed."""
+        return i32(u32(hash32(seed, u32(u32(DITHER_STREAM) + u32(position))) & u32(0xFFFF)))
 
     @jit
-    def dithered(logit, excess, seed, number):
-        """int32 that fits int8: the error of a logit whose token has this `excess`, rounded down after adding 16 bits
-        of a hash; 0 where the logit is at its limit and cannot follow (logit: 0 where there is none). seed: of the
-        group; number: of this error in it."""
-        number = u32(number)
-        word = hash32(seed, u32(u32(DITHER_STREAM) + u32(number >> u32(1))))
-        random = i32(u32(word >> u32(u32(number & u32(1)) * u32(16))) & u32(0xFFFF))
-        error = i32(i32(random - i32(excess)) >> i32(16))
-        return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
+    def error(wanted, share, weight, dither, token):
+        """int32 that fits int8: the error of a logit, rounded down after adding 16 bits that differ from token to
+        token. wanted: 127 times the share of the targets that are this token, in 2^-16; weight: of the window, -7 to
+        7."""
+        random = i32(u32(u32(dither) + u32(u32(DITHER_STEP) * u32(token))) & u32(0xFFFF))
+        return i32(i32(i32(i32(wanted - share) * weight) // i32(7) + random) >> i32(16))
 
-    return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
-                           least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
-                           weighed=weighed, attention_share=attention_share, handed_down=handed_down, excess=excess,
-                           weighed_excess=weighed_excess, dithered=dithered)
+    @jit
+    def exponent(top, bits_kept):
+        """int32: the exponent of a row of float32 credits whose largest size is `top`: divided by 2^exponent it has
+        `bits_kept` bits."""
+        return i32(max(i32(-100), min(i32(100), i32(i32(bits(top)) >> i32(23)) - i32(126 + bits_kept))))
+
+    @jit
+    def power(e):
+        """float32: 2^e, e from -126 to 127, which it is cut to."""
+        return float_of(i32(i32(max(i32(-126), min(i32(127), i32(e))) + i32(127)) << i32(23)))
+
+    @jit
+    def whole(credit, unit, most):
+        """int32: a float32 credit times `unit` (of `power`), to the nearest, ties to even, within +- most."""
+        return i32(max(i32(-most), min(i32(most), nearest(mul(credit, unit)))))
+
+    return SimpleNamespace(attention_share=attention_share, share_unit=share_unit, share=share, dither_of=dither_of,
+                           error=error, exponent=exponent, power=power, whole=whole)
 
 
 def sampling_rules(jit, ops):
@@ -437,7 +397,7 @@ def update_constants(cfg, lr, t):
         rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
     elif rule == ZTEST:
         rate = np.float32(least_vote_by_chance(cfg, lr))
-    decays = t.matrix or cfg.PERTURB == "weights"       # with noise on activations nothing votes on norms
+    decays = t.matrix or cfg.PERTURB == "weights"       # with unit trials nothing votes on norms
     beta1 = np.float32(cfg.ADAM_BETA1)
     beta2 = np.float32(cfg.ADAM_BETA2)
     return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,

@@ -67,8 +67,8 @@ def followers(cfg, tokens, context):
 def windows(cfg, tokens, known, step, seed, first, count):
     """int32 [count, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
     known: their Followers, or None: all targets are the token that follows. seed: of the step. first: windows of the
-    step before these, each of which cfg.READERS pairs read."""
-    starts = rules.window_starts(cfg, len(tokens), step, first * cfg.READERS, count * cfg.READERS)[::cfg.READERS]
+    step before these."""
+    starts = rules.window_starts(cfg, len(tokens), step, first, count)
     cut = rules.windows_at(cfg, tokens, starts)
     drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
     if not drawn:
