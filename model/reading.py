@@ -44,6 +44,11 @@ def log2(q):
     return (e << 16) + fraction
 
 
+def times(x, y):
+    """int64: a matrix product by float64, exact: sums are far below 2^53."""
+    return (x.astype(np.float64) @ y).astype(np.int64)
+
+
 class Reading:
     """A member of a State: seed of its pair; sign +1 or -1, or 0 for the unperturbed model. All values are int64, those
     named h, n or x are [positions, HIDDEN_DIM].
@@ -242,7 +247,7 @@ class Reading:
         """int64 [positions, cols]: x [positions, rows] times a matrix. With 4 groups, the down products of the
         transformer, the noise of four inputs goes through one running integer."""
         t = self.tensors[name, layer]
-        y = (x.astype(np.float64) @ self.stored(t)).astype(np.int64)          # exact: sums are far below 2^53
+        y = times(x, self.stored(t))
         if self.sign == 0:
             return y
         rows, cols = np.arange(t.rows), np.arange(t.cols)
@@ -302,7 +307,7 @@ class Trial(Reading):
         self.kept["normed_f", 0] = seen["LN_F"]
         self.errors = self.head_errors(seen["Logits"], targets, seed, weight * (np.zeros(T, np.int64) + counted)[:, None])
         self.rows = {}
-        c = f32(self.errors @ self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0]).T)
+        c = f32(times(self.errors, self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0]).T))
         (self.down_recurrent if cfg.MODEL == "gru" else self.down_transformer)(c * self.of_norm("ln_f", 0))
         return sum(losses)
 
@@ -330,7 +335,7 @@ class Trial(Reading):
     def handed(self, name, layer, matrix, shift=0, divisor=1):
         """float32 [positions, inputs]: what credits hand down through a matrix, divided by 2^shift and a divisor."""
         whole, e = self.rows[name, layer]
-        return f32(whole @ self.stored(self.tensors[matrix, layer]).T) * (power(e - shift) * (f32(1) / f32(divisor)))
+        return f32(times(whole, self.stored(self.tensors[matrix, layer]).T)) * (power(e - shift) * (f32(1) / f32(divisor)))
 
     def through_mlp(self, c, layer, first, weights, norm, kept, up_shift, down_shift, up_divisor=1, down_divisor=1):
         """The credits below an MLP, from those of its sum with the residual stream. first: what its credits' names
@@ -365,12 +370,12 @@ class Trial(Reading):
             share = kept["shares", layer][number]
             whole, e = with_exponent(c[:, head], units.WINDOW_BITS, (0, 1))
             # a score tried alone: more of one position, less of what is read now
-            worth = whole @ v[:, head].T - (whole * y[:, head]).sum(1, keepdims=True)
+            worth = times(whole, v[:, head].T) - (whole * y[:, head]).sum(1, keepdims=True)
             trial, e_trial = with_exponent(f32(worth) * f32(share), units.WINDOW_BITS, (0, 1))
             unit = power(e + e_trial - 12 - cfg.SHIFT_ATTN)
-            of_query[:, head] = f32(self.turned_back(trial @ k[:, head])) * unit * scaled
-            of_key[:, head] = f32(self.turned_back(trial.T @ q[:, head])) * unit * scaled
-            of_value[:, head] = f32(share.T @ whole) * power(e - 12)
+            of_query[:, head] = f32(self.turned_back(times(trial, k[:, head]))) * unit * scaled
+            of_key[:, head] = f32(self.turned_back(times(trial.T, q[:, head]))) * unit * scaled
+            of_value[:, head] = f32(times(share.T, whole)) * power(e - 12)
         for name, credits in ("query", of_query), ("key", of_key), ("value", of_value):
             self.row(name, layer, credits * kept["scale_" + name, layer])
 
@@ -419,7 +424,7 @@ def votes_of_windows(cfg, state, windows, first, weights=None, counted=None):
     for number, trial in enumerate(trials):
         for tensor, name, inputs in matrices:
             layer = tensor.layer
-            votes[tensor] += trial.kept[inputs, layer].T @ operands[name][number]
+            votes[tensor] += times(trial.kept[inputs, layer].T, operands[name][number])
         for tensor, name in biases:
             votes[tensor] += operands[name][number].sum(0)
         table = operands["embedding", 0][number]
