@@ -7,6 +7,8 @@ modules it takes the tables of parameters and of credits, the divisors of produc
 transforms and the noise draw; all other arithmetic is written out here.
 """
 
+import functools
+
 import numpy as np
 
 from model import integer_tables, parameters, rules, steps, units
@@ -307,8 +309,9 @@ class Trial(Reading):
         self.kept["normed_f", 0] = seen["LN_F"]
         self.errors = self.head_errors(seen["Logits"], targets, seed, weight * (np.zeros(T, np.int64) + counted)[:, None])
         self.rows = {}
-        c = f32(times(self.errors, self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0]).T))
-        (self.down_recurrent if cfg.MODEL == "gru" else self.down_transformer)(c * self.of_norm("ln_f", 0))
+        head = self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0])
+        c = self.through_norm([(times(self.errors, head.T), f32(1))], "ln_f", 0, "normed_f")
+        (self.down_recurrent if cfg.MODEL == "gru" else self.down_transformer)(c)
         return sum(losses)
 
     def head_errors(self, z, targets, seed, weight):
@@ -324,27 +327,34 @@ class Trial(Reading):
         stuck = (np.abs(z) == 127) & (np.sign(z) == np.sign(errors)) & (self.cfg.MODEL == "gru")
         return np.where(stuck, 0, errors)
 
-    def of_norm(self, name, layer):
-        """float32 [positions, HIDDEN_DIM]: by how much a norm multiplies its inputs."""
-        return f32(self.vector(name, layer)) / f32(self.kept[name, layer])
+    def through_norm(self, parts, norm, layer, outputs):
+        """float32 [positions, HIDDEN_DIM]: the credits below a norm, from those of its outputs, the sum of `parts`: whole
+        numbers times float32 [positions, 1]. What makes a row only longer is worth nothing, as the norm takes it out."""
+        n = self.kept[outputs, layer]
+        c, along = (functools.reduce(np.add, [f32(x) * scale for x, scale in of])
+                    for of in (parts, [((x * n).sum(1, keepdims=True), scale) for x, scale in parts]))
+        c = c - along / f32(np.maximum(1, (n * n).sum(1, keepdims=True))) * f32(n)
+        return c * (f32(self.vector(norm, layer)) / f32(self.kept[norm, layer]))
 
     def row(self, name, layer, credits):
         """Notes the credits of units, float32 [positions, units]."""
         self.rows[name, layer] = with_exponent(credits, units.ROW_BITS)
 
     def handed(self, name, layer, matrix, shift=0, divisor=1):
-        """float32 [positions, inputs]: what credits hand down through a matrix, divided by 2^shift and a divisor."""
+        """(int64 [positions, inputs], float32 [positions, 1]): what credits hand down through a matrix, whole numbers and
+        their scale, with 2^-shift and a divisor."""
         whole, e = self.rows[name, layer]
-        return f32(times(whole, self.stored(self.tensors[matrix, layer]).T)) * (power(e - shift) * (f32(1) / f32(divisor)))
+        return (times(whole, self.stored(self.tensors[matrix, layer]).T), power(e - shift) * (f32(1) / f32(divisor)))
 
     def through_mlp(self, c, layer, first, weights, norm, kept, up_shift, down_shift, up_divisor=1, down_divisor=1):
         """The credits below an MLP, from those of its sum with the residual stream. first: what its credits' names
         begin with; shifts and divisors: of its products."""
         trials = units.trial_tables(self.cfg)[1].astype(np.int64)[self.kept["before" + kept, layer] & 255]
         self.row(first + "down", layer, c)
-        inner = self.handed(first + "down", layer, weights + "down", down_shift + 3, down_divisor)
-        self.row(first + "up", layer, inner * f32(trials))
-        return c + self.handed(first + "up", layer, weights + "up", up_shift, up_divisor) * self.of_norm(norm, layer)
+        inner, scale = self.handed(first + "down", layer, weights + "down", down_shift + 3, down_divisor)
+        self.row(first + "up", layer, f32(inner) * scale * f32(trials))
+        below = [self.handed(first + "up", layer, weights + "up", up_shift, up_divisor)]
+        return c + self.through_norm(below, norm, layer, "normed" + (kept or "_2"))
 
     def down_transformer(self, c):
         cfg, kept = self.cfg, self.kept
@@ -353,10 +363,10 @@ class Trial(Reading):
             c = self.through_mlp(c * kept["scale_down", layer], layer, "", "w_", "ln_2", "", *shifts)
             c = c * kept["scale_output", layer]
             self.row("output", layer, c)
-            self.through_attention(self.handed("output", layer, "w_o", cfg.SHIFT_OUT), layer)
-            below = self.handed("query", layer, "w_q") + self.handed("key", layer, "w_k")
-            below = below + self.handed("value", layer, "w_v")
-            c = c + below * self.of_norm("ln_1", layer)
+            read, scale = self.handed("output", layer, "w_o", cfg.SHIFT_OUT)
+            self.through_attention(f32(read) * scale, layer)
+            below = [self.handed(name, layer, "w_" + name[0]) for name in ("query", "key", "value")]
+            c = c + self.through_norm(below, "ln_1", layer, "normed_1")
         c = self.through_mlp(c * kept["scale_down_0", 0], 0, "first_", "w_emb_mlp_", "ln_init", "_0", *shifts)
         self.row("embedding", 0, c)
 
@@ -398,8 +408,8 @@ class Trial(Reading):
                 worth = worth * (f32(256 - f[t]) * f32(1 / 256)) * f32(self.tokens[t] != 0)
             self.row("gate", layer, of_state * f32((new - h) * trials[f - 127 & 255]) * f32(2 ** -11))
             self.row("candidate", layer, of_state * f32(f * trials[new & 255]) * f32(2 ** -11))
-            below = self.handed("gate", layer, "w_f", 0, narrow) + self.handed("candidate", layer, "w_h", 0, narrow)
-            c = c + below * self.of_norm("ln_1", layer)
+            below = [self.handed("gate", layer, "w_f", 0, narrow), self.handed("candidate", layer, "w_h", 0, narrow)]
+            c = c + self.through_norm(below, "ln_1", layer, "normed_1")
         self.row("embedding", 0, c)
 
 
