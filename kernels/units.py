@@ -27,6 +27,7 @@ from model import integer_tables, parameters, rules, steps, units
 BLOCK = 128                  # threads of a block whose warps have a row each
 WARPS = BLOCK // 32
 HEAD_BLOCK = 256             # threads for the logits of a position
+HEAD_WARPS = 8
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
 A16 = types.Array(int16, 1, "C")
@@ -131,7 +132,7 @@ def _product_kernels(cfg, wgmma):
     TALL, WIDE, SUMS, APART = tile.TALL, tile.WIDE, tile.SUMS, tile.APART
     accumulate, corner = tile.accumulate, tile.corner
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
-    DIVISOR, UP, LOGIT, RELU = parameters.divisor(cfg, H), cfg.SHIFT_MLP_UP, cfg.SHIFT_LOGIT, cfg.MLP_RELU
+    DIVISOR, LOGIT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
     SHORT, PAIRS = logit_type(cfg) is A16, A16 if GRU else A32
 
     @device
@@ -161,28 +162,6 @@ def _product_kernels(cfg, wgmma):
                 for j in range(WIDE):
                     ptx.store2(out, at + 8 * j, acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
 
-    def inner(x: A32, x_words, w: A32, w_at, w_words, deep, weights: A8, bias, gelu: A8, before: A16, inside: A16,
-              out_words, cols):
-        """before, inside int8 [rows, out_words] as pairs: the values before the inner units of an MLP, and after. bias:
-        where it begins in weights, -1: none."""
-        acc = cuda.local.array((TALL, SUMS), int32)
-        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
-        for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + (col >> 1)
-                for j in range(WIDE):
-                    v, u = int32(0), int32(0)
-                    for k in range(2):
-                        y, c = acc[i, 4 * j + 2 * half + k], col + 8 * j + k
-                        if GRU:
-                            y = divided(y)
-                            g = max(y, int32(0)) if RELU else y
-                        else:
-                            y = clip(int32((y >> UP) + (int32(weights[bias + c]) if c < cols else int32(0))))
-                            g = int32(gelu[y & 255])
-                        v, u = int32(v | (y & 255) << 8 * k), int32(u | (g & 255) << 8 * k)
-                    before[at + 4 * j], inside[at + 4 * j] = int16(v), int16(u)
-
     def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: PAIRS, out_words):
         """out [rows, out_words]: logits, of the type of logit_type, as pairs."""
         acc = cuda.local.array((TALL, SUMS), int32)
@@ -210,7 +189,7 @@ def _product_kernels(cfg, wgmma):
                     a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
                     out[at + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
 
-    return [product, inner, logits] + ([gates] if GRU else [])
+    return [product, logits] + ([gates] if GRU else [])
 
 
 def logit_type(cfg):
@@ -226,7 +205,8 @@ def _norm_kernels(cfg):
     """Embedding, norms and the residual stream; a warp a row."""
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     WORDS, S = H // 4, wide(H) // 4
-    T, WIDTH, WIDE_DIVISOR = cfg.SEQ_LEN, cfg.WINDOW, parameters.divisor(cfg, 4 * H)
+    WIDTH, WIDE_DIVISOR, DIVISOR = cfg.WINDOW, parameters.divisor(cfg, 4 * H), parameters.divisor(cfg, H)
+    S4, UP, RELU = wide(4 * H) // 4, cfg.SHIFT_MLP_UP, cfg.MLP_RELU
 
     def embed(table: A32, at, weights: A8, bias, windows: A32, skip, n, rows, h: A32):
         """h int8 [rows]: the embedding of position `skip` + r % n of window r // n. table: packed, a row a token."""
@@ -291,7 +271,25 @@ def _norm_kernels(cfg):
             if lane == 0:
                 scales[r] = scale
 
-    return embed, norm, residual
+    def inner(y: A32, weights: A8, bias, gelu: A8, rows, before: A32, inside: A32):
+        """before, inside int8 [rows, 4 S4]: the values before the inner units of an MLP, from y int32 [rows, 4 S4], and
+        after. bias: where it begins in weights. A thread four of them."""
+        i = cuda.grid(1)
+        r, j = i // H, i % H
+        if r < rows:
+            at, values, units_ = r * S4 + j, int32s(4), int32s(4)
+            four = ptx.load4(y, 4 * at)
+            for e in range(4):
+                if GRU:
+                    v = quotient(four[e], int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+                    units_[e] = max(v, int32(0)) if RELU else v
+                else:
+                    v = clip(int32((four[e] >> UP) + weights[bias + 4 * j + e]))
+                    units_[e] = gelu[v & 255]
+                values[e] = v
+            before[at], inside[at] = pack_bytes(values, 0), pack_bytes(units_, 0)
+
+    return embed, norm, residual, inner
 
 
 def _attention_kernels(cfg):
@@ -579,7 +577,7 @@ def _head_kernels(cfg):
     def errors(z: Z, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A8, result: A64):
         """out int8 [rows, VS]: the errors of the logits z [.., VS] of rows from `first` on; result[0] += their losses.
         weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
-        tops, sums = cuda.shared.array(HEAD_BLOCK // 32, int32), cuda.shared.array(HEAD_BLOCK // 32, int64)
+        tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
         t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, at = first + cuda.blockIdx.x, cuda.blockIdx.x * VS
@@ -591,7 +589,7 @@ def _head_kernels(cfg):
         if lane == 0:
             tops[warp] = top
         cuda.syncthreads()
-        for k in range(HEAD_BLOCK // 32):
+        for k in range(HEAD_WARPS):
             top = max(top, tops[k])
         total = int64(0)
         for v in range(t, V, HEAD_BLOCK):
@@ -601,7 +599,7 @@ def _head_kernels(cfg):
             sums[warp] = total
         cuda.syncthreads()
         total = int64(0)
-        for k in range(HEAD_BLOCK // 32):
+        for k in range(HEAD_WARPS):
             total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
         table[t] = share(exps[t], unit)                      # of a distance from the largest logit
@@ -996,8 +994,9 @@ class Trials:
         a, cfg, named = self.arrays, self.cfg, self._named
         before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
         bias_up, bias_down = (-1 if self.gru else named[biases + end, layer].weights for end in ("up", "down"))
-        self._product("inner", self._normed(norm), self.S, named[weights + "up", layer], self._weights, bias_up,
-                      self.tables.gelu, before.view(np.int16), inner.view(np.int16), self.S4 // 2, 4 * cfg.HIDDEN_DIM)
+        self._product("product", self._normed(norm), self.S, named[weights + "up", layer], a.y, self.S4)
+        self._launch("inner", self._count * cfg.HIDDEN_DIM, a.y, self._weights, bias_up, self.tables.gelu, self._count,
+                     before.view(np.int32), inner.view(np.int32))
         self._product("product", inner, self.S4, named[weights + "down", layer], a.y, self.S)
         self._rows("residual", a.y, cfg.SHIFT_MLP_DOWN, self._weights, bias_down, self._count, a.h.view(np.int32),
                    self._scale(number))
