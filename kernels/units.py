@@ -27,6 +27,7 @@ from model import integer_tables, parameters, rules, steps, units
 BLOCK = 128                  # threads of a block whose warps have a row each
 WARPS = BLOCK // 32
 HEAD_BLOCK = 256             # threads for the logits of a position
+HEAD_WARPS = HEAD_BLOCK // 32
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
 A16 = types.Array(int16, 1, "C")
@@ -579,7 +580,7 @@ def _head_kernels(cfg):
     def errors(z: Z, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A8, result: A64):
         """out int8 [rows, VS]: the errors of the logits z [.., VS] of rows from `first` on; result[0] += their losses.
         weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
-        tops, sums = cuda.shared.array(HEAD_BLOCK // 32, int32), cuda.shared.array(HEAD_BLOCK // 32, int64)
+        tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
         t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, at = first + cuda.blockIdx.x, cuda.blockIdx.x * VS
@@ -591,7 +592,7 @@ def _head_kernels(cfg):
         if lane == 0:
             tops[warp] = top
         cuda.syncthreads()
-        for k in range(HEAD_BLOCK // 32):
+        for k in range(HEAD_WARPS):
             top = max(top, tops[k])
         total = int64(0)
         for v in range(t, V, HEAD_BLOCK):
@@ -601,7 +602,7 @@ def _head_kernels(cfg):
             sums[warp] = total
         cuda.syncthreads()
         total = int64(0)
-        for k in range(HEAD_BLOCK // 32):
+        for k in range(HEAD_WARPS):
             total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
         table[t] = share(exps[t], unit)                      # of a distance from the largest logit
