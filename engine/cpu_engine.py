@@ -14,10 +14,10 @@ from llvmlite import binding
 import numpy as np
 
 import egg_config
-from model import activations, parameters, rules, soft_targets, steps
+from model import parameters, rewards, rules, soft_targets, steps
 from engine import cpu_gru, cpu_transformer, cpu_votes, hardware, kernel_cache, simd
-from engine.cpu_kernels import (NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants, no_record,
-                                tables)
+from engine.cpu_kernels import (NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants,
+                                nothing_kept, tables)
 from engine.simd import PANEL, ROWS
 
 AT_ONCE = 8                  # tokens that `generate` writes before it yields them
@@ -75,19 +75,22 @@ class CpuEngine:
         self.threads = threads or hardware.cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
-        self._begun = {}                                     # {(first, count): ParallelJob}: evaluations
+        self._begun = {}                                     # {(first, count): (pool, ParallelJob)}: evaluations
         self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
-        self._activations = cpu_votes.ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
+        self._units = self._unit_votes(cfg) if cfg.PERTURB == "units" else None
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
-        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), ROW)
+        count = len(parameters.table(cfg))
+        self._table = np.zeros((2 * count, cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
         for t in self._tensors:
-            self._table[t.param, t.layer] = (t.weights, packed, corrections, columns, t.seed_a, t.seed_b, t.overlay_a,
-                                             t.overlay_b, t.rows, t.cols)
-            padded = -(-t.cols // PANEL) * PANEL if t.product else 0
-            packed, corrections = packed + t.rows * padded, corrections + padded
-            columns += t.cols if t.looked_up else 0
+            row = (t.seed_a, t.seed_b, t.overlay_a, t.overlay_b)
+            for param, rows, cols in ((t.param, t.rows, t.cols), (count + t.param, t.cols, t.rows)):
+                self._table[param, t.layer] = (t.weights, packed, corrections, columns, *row, rows, cols)
+                if t.product if param < count else self._is_transposed(t):
+                    padded = -(-cols // PANEL) * PANEL
+                    packed, corrections = packed + rows * padded, corrections + padded
+            columns += t.cols if self._is_by_token(t) else 0
         self._sizes = packed, corrections, columns
         self.load(parameters.initial_state(cfg))
 
@@ -119,14 +122,28 @@ class CpuEngine:
         """How many of `count` sequences a thread takes at once, an even number: members of whole pairs."""
         return 2 * min(TOGETHER, -(-count // (2 * self.threads)))
 
+    def _unit_votes(self, cfg):
+        return cpu_votes.UnitVotes(cfg, self.threads, self._job)
+
+    def _is_by_token(self, t):
+        """Whether the Model has the columns of an array: credits of the head go through few of them."""
+        return t.looked_up or self._units and t.name == "head"
+
+    def _is_transposed(self, t):
+        """Whether credits are multiplied by an array."""
+        return self._units and t.hidden
+
     def _pack(self, t, cost):
         """Derives the panels and columns of the Model from one array. cost: as `_spread` takes it."""
         c, row = self._model, self._table[t.param, t.layer]
-        if t.looked_up:
+        if self._is_by_token(t):
             weights = c.weights[t.span].reshape(-1, t.cols, 4)
             c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
         if t.product:
             self._spread(-(-t.cols // PANEL), cost, cpu_votes.pack, c.weights, c.packed, c.correction, row)
+        if self._is_transposed(t):
+            self._spread(-(-t.rows // PANEL), cost, cpu_votes.pack_transposed, c.weights, c.packed, c.correction,
+                         self._table[len(self._table) // 2 + t.param, t.layer])
 
     def state(self):
         """A copy of the State."""
@@ -156,54 +173,53 @@ class CpuEngine:
             self._stop(next(iter(self._begun)))
         cfg, step, seed = self.cfg, self.step, self.seed
         c, followers = self._model, self._followers.at_step(step)
-        members = 2 * cfg.READERS                            # of a window
+        windows, pool = count // cfg.MEMBERS, self._units and self._units.pool()
 
         def read(a, b):
-            number = first // members + a
-            windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, number, b - a)
-            if self._activations:
-                return self._activations.read(c, windows, seed, number)
+            number = first // cfg.MEMBERS + a
+            part = soft_targets.windows(cfg, self.tokens, followers, step, seed, number, b - a)
+            if pool:
+                return self._units.read(c, pool, part, seed + number)
             losses = np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
-            self._forward.run_windows(c, losses, NO_NATS, windows, cfg.STATE_TOKENS, cfg.SEQ_LEN,
-                                      np.uint32(seed + number & 0xFFFFFFFF), 1, no_record(c))
+            self._forward.run_windows(c, losses, NO_NATS, part, cfg.STATE_TOKENS, cfg.SEQ_LEN,
+                                      np.uint32(seed + number & 0xFFFFFFFF), 1, nothing_kept(c))
             return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
         # windows for many pairs are cut in little more time than for a few
-        each = self._activations.together if self._activations else min(4 * TOGETHER, -(-count // (4 * self.threads)))
-        self._begun[first, count] = self._job(cut(count // members, each), read)
+        each = self._units.together(windows) if pool else min(4 * TOGETHER, -(-count // (4 * self.threads)))
+        self._begun[first, count] = pool, self._job(cut(windows, each), read)
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""
         for members in begun or list(self._begun):
-            self._begun.pop(members).stop()
+            self._begun.pop(members)[1].stop()
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
+        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of a
         chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self.begin(first, count)
-        results = self._begun.pop((first, count)).finish()
-        if self._activations:
-            return self._activations.chunk(results, self.threads, self._job)
-        return np.concatenate(results)
+        pool, job = self._begun.pop((first, count))
+        results = job.finish()
+        return self._units.chunk(results, pool) if pool else np.concatenate(results)
 
     def vote(self, first, windows, advantages, counted, temperature):
-        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
-        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see activations.text_windows."""
-        cfg = activations.text_reading(self.cfg, counted.shape[1], temperature)
-        votes, c = cpu_votes.ActivationVotes(cfg), self._model._replace(**constants(cfg))
+        """bytes: the packed digits of a chunk of windows int32 [n, T + 1], from number `first` of this step on, at a
+        temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.text_windows."""
+        cfg = rewards.text_reading(self.cfg, counted.shape[1], temperature)
+        votes, c = self._unit_votes(cfg), self._model._replace(**constants(cfg))
+        pool = votes.pool()
 
         def read(a, b):
-            return votes.read(c, windows[a:b], self.seed, first + a, advantages[a:b], counted[a:b])
+            return votes.read(c, pool, windows[a:b], self.seed + first + a, advantages[a:b], counted[a:b])
 
-        results = self._job(cut(len(windows), votes.together), read).finish()
-        return votes.chunk(results, self.threads, self._job)[0]
+        return votes.chunk(self._job(cut(len(windows), votes.together(len(windows))), read).finish(), pool)[0]
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
         the step (bytes, model.steps)."""
         self._stop()
         cfg, digits = self.cfg, rules.unpacked_digits(fitness, self.cfg.STEP_DIGITS)
-        if self._activations:
+        if self._units:
             sums = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
             votes = (parameters.from_canonical(sums[t.span], t.cols) if t.matrix else sums[t.span][None]
                      for t in self._tensors)
@@ -284,7 +300,7 @@ class CpuEngine:
 
         def work(a, b):
             self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, windows.shape[1] - 1,
-                                      np.uint32(0), 0, no_record(self._model))
+                                      np.uint32(0), 0, nothing_kept(self._model))
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
@@ -298,7 +314,7 @@ class CpuEngine:
         def work(a, b):
             writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
             self._forward.write_texts(c, writing, texts[a:b], 0, room, self._forward.memory(self.cfg, b - a, room),
-                                      no_record(c))
+                                      nothing_kept(c))
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
@@ -323,13 +339,13 @@ class CpuEngine:
                 if smaller.size:
                     memory[tuple(map(slice, smaller.shape))] = smaller
             start = known - 1 if known > prompt.size else 0
-            self._forward.write_texts(c, writing, text, start, end, memory, no_record(c))
+            self._forward.write_texts(c, writing, text, start, end, memory, nothing_kept(c))
             yield from text[0, known:end].tolist()
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "write"
-APART = "update", "digest"                         # which a fork compiles meanwhile, with the votes of activations
+APART = "update", "digest"                         # which a fork compiles meanwhile, with the votes of units
 
 
 def warm_up(cfg, say=print, verbs=STEP):
@@ -357,8 +373,8 @@ def warm_up(cfg, say=print, verbs=STEP):
 
     def work_apart():
         engine = use(apart)
-        if engine._activations:
-            engine._activations.vote_on_nothing(no_record(engine._model))
+        if engine._units:
+            engine._units.vote_on_nothing(engine._model)
 
     with contextlib.nullcontext() if ready.exists() else kernel_cache.alone(f"cpu-{cfg.MODEL}-{cfg.PERTURB}"):
         if not ready.exists():                               # who waited finds it

@@ -11,27 +11,25 @@ import numba
 import numpy as np
 
 from engine import simd
-from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, inlined, inner,
+from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32, factor, hash32, i32, inlined, inner,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
-                              shift_right, signed, table_term, u32, weighed_excess)
+                              share_unit, shift_right, softmax_share, table_term, trailing_zeros, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, entries, entry_sum, local, noisy_tile, tile
-from model import integer_tables, parameters
+from engine.simd import PANEL, ROWS, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from model import integer_tables, parameters, units
+from model.rules import DITHER_STEP
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
 # two sides, its size
 ROW = np.dtype([(name, np.int64) for name in ("weights", "packed", "correction", "columns", "seed_a", "seed_b",
                                               "overlay_a", "overlay_b", "rows", "cols")])
-# of a matrix in a Record: where its inputs are kept; the first hash and the amplitude of its outputs' noise (of a table
-# that is looked up, too), and the members whose turn it is (model.activations.Phase)
-WATCHED = np.dtype([(name, np.int64) for name in ("inputs", "stream", "amplitude", "turn")])
 # int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 u8 = np.uint8
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
-ONE = i64(1)                # row of a member at a position
+ONE = i64(1)                # row
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -42,13 +40,14 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
                "ROPE_SCALE_BIT TARGETS USE_CLT NOISE_SHIFT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
-# half, sine in the upper one; ntt int64 [T, T]: integer_tables.basis, empty without NTT_MODE. Its weights: weights
-# int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels [k4,
-# PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
-# int8; table ROW [parameters, layers].
+# half, sine in the upper one; ntt int64 [T, T]: integer_tables.basis, empty without NTT_MODE; trials int8 [2, 256]:
+# units.trial_tables, indexed by value + 128. Its weights: weights int8 canonical; columns int8 [n, H]: the tables that
+# are looked up, a token or byte a row, with unit trials the head too; packed int8 panels [k4, PANEL, 4]; correction
+# int32: -128 times each column's sum, because activations go into products as x + 128; overlay int8; table ROW
+# [parameters, layers], then again as many of the transposed matrices.
 Model = namedtuple("Model", FROM_CONFIG + (
-    " exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
-    "exp exp64 unit rope ntt weights columns packed correction overlay table"))
+    " exact log_unit ntt_prime gru head ln_f divisor divisor_down relu logit_shift "
+    "exp exp64 unit per_nat rope ntt trials weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, present uint8
@@ -59,14 +58,23 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
-# those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
-# the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. noise
-# int32 [4 H]: memory. tokens int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head.
-# weights int8 [clean rows]: that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads,
-# T, T]: attention_share of positions in what a query attends to, in the transformer.
-Record = namedtuple("Record", "seed member_seed member T watched inputs noise tokens errors weights shares")
-FREE = i32(1 << 30)         # a limit that nothing reaches
+# What unit trials keep of a pass (SPEC 21), whose rows are windows times positions. bytes uint8 [rows, width]: values
+# and, as int8 + 128, credits, side by side as `places` int64 [names, L + 1] says; inputs of matrices are + 128, too, the
+# others as they are. exponents int8 [rows, names, L + 1]: of credits, DEAD where all are 0. scales float32 [rows,
+# parameters, L]: means of norms, factors of amax. credit float32 [rows, H]: of the residual stream. shares int16 [L,
+# heads, T, T]: attention_share, of one window. votes int32 [V, H]: on the head. weights int8 [rows]: of the errors.
+# seed: of the first window.
+Kept = namedtuple("Kept", "bytes exponents scales places credit shares votes weights seed")
+# names of what is kept, those outside the layers in layer number L
+VALUES = {"gru": "normed_2 before inner normed_1 state gate gated candidate".split(),
+          "transformer": "normed_2 before inner normed_1 query key value attended".split()}
+CREDITS = {"gru": "up down embedding gate candidate".split(),
+           "transformer": "up down embedding query key value output".split()}
+NAMES = [*dict.fromkeys(VALUES["gru"] + VALUES["transformer"]),
+         *("of_" + name for name in dict.fromkeys(CREDITS["gru"] + CREDITS["transformer"]))]
+SLOT = {name: i64(number) for number, name in enumerate(NAMES)}
+NORMED_1, NORMED_2, BEFORE, INNER = (SLOT[name] for name in ("normed_1", "normed_2", "before", "inner"))
+DEAD = -units.EXPONENTS - 1
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -78,12 +86,13 @@ def constants(cfg):
     names = [p.name for p in parameters.table(cfg)]
     return dict(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
-        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, exact=int(cfg.LOSS == "exact"),
+        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit,
+        per_nat=f32(1) / f32(cfg.SOFTMAX_EXP_SCALE), exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=integer_tables.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products
+        # gru: of a product over H or over 4 H inputs; logit_shift: of the head's products
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127, logit_shift=0 if gru else cfg.SHIFT_LOGIT)
+        relu=cfg.MLP_RELU, logit_shift=0 if gru else cfg.SHIFT_LOGIT, trials=np.roll(units.trial_tables(cfg), 128, 1))
 
 
 def tables(cfg, positions, causal):
@@ -93,10 +102,30 @@ def tables(cfg, positions, causal):
                 ntt=integer_tables.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
 
 
-def no_record(c):
-    """The Record of a pass without noise on activations, of which nothing is kept. c: Model."""
-    return Record(u32(0), u32(0), 0, 1, np.zeros(c.table.shape, WATCHED), np.empty((0, 0), u8), np.empty(0, i32),
-                  np.empty(0, i32), np.empty((0, 0), np.int8), np.empty(0, np.int8), np.empty((0,) * 5, np.int16))
+def new_kept(c, places, width, rows, T, votes, weights, seed):
+    """A Kept to be filled. c: Model; rows: a multiple of 4 or more; T: positions of a window of the transformer; others:
+    fields of it, and the width of `bytes`."""
+    parameters, layers, names = c.table.shape[0] // 2, c.N_LAYERS, len(NAMES)
+    return Kept(np.empty((rows, width), u8), np.full((rows, names, layers + 1), DEAD, np.int8),
+                np.empty((rows, parameters, layers), f32), places, np.empty((rows, c.HIDDEN_DIM), f32),
+                np.empty((layers, c.N_HEADS, T, T), np.int16), votes, weights, u32(seed))
+
+
+def nothing_kept(c):
+    """The Kept of a pass of which nothing is kept. c: Model."""
+    return new_kept(c, np.zeros((len(NAMES), c.N_LAYERS + 1), i64), 0, 0, 0, np.empty((0, 0), i32), np.empty(0, np.int8),
+                    0)
+
+
+def layout(cfg):
+    """(places, width) of a Kept."""
+    places, width = np.zeros((len(NAMES), cfg.N_LAYERS + 1), i64), 0
+    names = VALUES[cfg.MODEL] + ["of_" + name for name in CREDITS[cfg.MODEL]]
+    for layer in range(cfg.N_LAYERS + 1):
+        for name in names if layer < cfg.N_LAYERS else [names[k] for k in (0, 1, 2, 8, 9)]:
+            places[SLOT[name], layer] = width
+            width += cfg.HIDDEN_DIM * (4 if name in ("before", "inner", "of_up") else 1)
+    return places, width
 
 
 @inlined
@@ -136,44 +165,19 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def keep(record, param, layer, first, count, x):
-    """Keeps of x uint8 [count, inputs], what a matrix multiplies in rows first.. of a Record, those of clean ones."""
-    kept = record.inputs[record.watched[param, layer].inputs:]
-    for r in range(min(count, record.tokens.size - first)):
+def keep(kept, name, layer, first, count, x):
+    """Keeps x [count, n], bytes, in rows first.. of a Kept."""
+    place = kept.places[name, layer]
+    for r in range(count if kept.bytes.size else 0):
+        row = kept.bytes[first + r, place:]
         for i in range(x.shape[1]):
-            kept[i, first + r] = x[r, i]
+            row[i] = x[r, i]
 
 
 @inlined
-def draw_noise(noise, seed, stream, first, size):
-    """noise int32 [n] = size times the signs of n outputs, a multiple of 32, from number `first` on (SPEC 21); seed: of
-    the member."""
-    for word in range(noise.size // 32):
-        signs = hash32(seed, u32(stream + first // 32 + word))
-        for i in range(32):
-            noise[32 * word + i] = signed(signs, i, size)
-
-
-@leaf
-def disturb(c, record, param, layer, first, count, scale, before, after, out):
-    """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
-    that belong to members; before and after, they are cut to these limits."""
-    watched, units = record.watched[param, layer], out.shape[1]
-    noise = record.noise[:units]
-    r = max(i64(0), record.tokens.size - first)
-    if r >= count or watched.amplitude == 0:
-        return
-    k, t = divmod(first + r - record.tokens.size, record.T)
-    for r in range(r, count):
-        if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
-            draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
-                       i32(scale * watched.amplitude))
-            for i in range(units):
-                y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
-                out[r, i] = min(max(y, i32(-after)), after)
-        t += 1
-        if t == record.T:
-            k, t = k + 1, i64(0)
+def keep_scales(kept, param, layer, first, count, scales):
+    for r in range(count if kept.scales.size else 0):
+        kept.scales[first + r, param, layer] = scales[r]
 
 
 @leaf
@@ -275,14 +279,14 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, n, start, h, record, at):
+def embed(c, S, noisy, tokens, n, start, h):
     """h int8 [n or 2 n, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens
-    int32 [>= start + n]; n rows a member, from position `start` on. record: it has these rows from `at` on."""
+    int32 [>= start + n]; n rows a member, from position `start` on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
-    total, one = local((1, H), i32), local(H, i32)
+    total, one = local(H, i32), local(H, i32)
     if not c.gru:
         perturbed(c, EMB_BIAS, NO_LAYER, S, noisy, bias)
     for k in range(tables):
@@ -295,15 +299,14 @@ def embed(c, S, noisy, tokens, n, start, h, record, at):
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
-            total[0, i] = i32(0) if c.gru else bias[m, i]
+            total[i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
-                total[0, i] += shift_right(one[i], 2 if k else 0)
-        disturb(c, record, EMBEDDING, NO_LAYER, at + r, ONE, i32(1), i32(127), FREE, total)
+                total[i] += shift_right(one[i], 2 if k else 0)
         for i in range(H):
-            h[r, i] = clip(total[0, i])
+            h[r, i] = clip(total[i])
 
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
@@ -369,9 +372,9 @@ def draw_norm(c, param, layer, S, noisy, norm):
 
 
 @leaf
-def layer_norm(c, h, count, left, norm, x):
+def layer_norm(c, h, count, left, norm, x, means):
     """x uint8 [>= count, H] = ln(h) + 128 of `count` rows of int8, GROUP at most, the `left` first of which belong to
-    the even member; norm: of `draw_norm`."""
+    the even member; norm: of `draw_norm`; means float32 [GROUP]: overwritten with what the rows are divided by."""
     n, sizes = h.shape[1], local(GROUP, i32)
     for r in range(count):
         total = i32(0)
@@ -380,6 +383,7 @@ def layer_norm(c, h, count, left, norm, x):
         sizes[r] = total
     for r in range(count):
         m, mean = member(r, left), max(i32(1), divide(sizes[r], n))
+        means[r] = mean
         if c.gru:
             reciprocal = f32(f32(1) / f32(mean))
             for i in range(n):
@@ -390,17 +394,18 @@ def layer_norm(c, h, count, left, norm, x):
 
 
 @inlined
-def divided(y, count, d, lowest, zero, out):
-    """out [count, n] = clip(y / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
+def divided(y, count, d, zero, out):
+    """out [count, n] = clip(y / d, rounded down) + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
     for r in range(count):
         for i in range(out.shape[1]):
-            out[r, i] = max(i32(lowest), quotient(y[r, i], d, reciprocal)) + zero
+            out[r, i] = quotient(y[r, i], d, reciprocal) + zero
 
 
 @inlined
-def amax(v, first, count, out):
-    """out int8 [>= count, n] = amax of v[first..] int32 (SPEC 5), `count` rows, GROUP at most."""
+def amax(v, first, count, out, scales):
+    """out int8 [>= count, n] = amax of v[first..] int32 (SPEC 5), `count` rows, GROUP at most; scales float32 [GROUP]:
+    overwritten with their factors."""
     n, tops = out.shape[1], local(GROUP, i32)
     for r in range(count):
         top = i32(0)
@@ -408,7 +413,7 @@ def amax(v, first, count, out):
             top = max(top, abs(v[first + r, i]))
         tops[r] = top
     for r in range(count):
-        scale = f32(f32(127) / f32(f32(tops[r]) + f32(1e-9)))
+        scales[r] = scale = f32(f32(127) / f32(f32(tops[r]) + f32(1e-9)))
         for i in range(n):
             # exactly twice: its truncation shows which side of a half
             twice = i32(f32(f32(v[first + r, i]) * f32(scale + scale)))
@@ -416,15 +421,16 @@ def amax(v, first, count, out):
 
 
 @inlined
-def add_residual(h, count, left, y, shift, bias):
-    """h = amax(h + (y >> shift) + the bias of the members, or None), `count` rows, GROUP at most; y is overwritten."""
+def add_residual(h, count, left, y, shift, bias, scales):
+    """h = amax(h + (y >> shift) + the bias of the members, or None), `count` rows, GROUP at most; y is overwritten;
+    scales: see `amax`."""
     for r in range(count):
         m = member(r, left)
         for i in range(h.shape[1]):
             y[r, i] = h[r, i] + shift_right(y[r, i], shift)
             if bias is not None:
                 y[r, i] += bias[m, i]
-    amax(y, 0, count, h)
+    amax(y, 0, count, h, scales)
 
 
 @inlined
@@ -438,10 +444,10 @@ def gelu(x):
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record: it
-    has these rows from `at` on."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. slot: its
+    layer in `kept`."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -454,35 +460,40 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
     draw_sides(c, up, layer, S, noisy, sides_u)
     draw_sides(c, down, layer, S, noisy, sides_d)
     x, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
-    u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
-    scale_u, scale_d = i32(c.divisor if c.gru else i64(1) << c.SHIFT_MLP_UP), i32(c.divisor_down)
+    u, wide, scales = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32), local(GROUP, f32)
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
-        layer_norm(c, h[first:], count, left, norm, x)
+        layer_norm(c, h[first:], count, left, norm, x, scales)
+        keep(kept, NORMED_2, slot, first, count, x)
+        keep_scales(kept, ln, layer, first, count, scales)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
-        keep(record, up, layer, at + first, count, x)
-        disturb(c, record, up, layer, at + first, count, scale_u, i32(127 * scale_u) if c.gru else FREE, FREE, wide)
         if c.gru:
-            divided(wide, count, i32(c.divisor), c.lowest, 128, u)
+            divided(wide, count, i32(c.divisor), 128, u)
         else:
             for r in range(count):
                 m = member(r, left)
                 for i in range(4 * H):
-                    u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
+                    u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i])) + 128
+        keep(kept, BEFORE, slot, first, count, u)
+        if not c.gru:
+            for r in range(count):
                 for i in range(4 * H):
-                    u[r, i] = gelu(np.int8(u[r, i]))
+                    u[r, i] = gelu(np.int8(u8(u[r, i] ^ u8(128))))
+        elif c.relu:
+            for r in range(count):
+                for i in range(4 * H):
+                    u[r, i] = max(u[r, i], u8(128))
+        keep(kept, INNER, slot, first, count, u)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
-        keep(record, down, layer, at + first, count, u)
         if c.gru:
-            disturb(c, record, down, layer, at + first, count, scale_d, i32(127 * scale_d), FREE, y)
-            divided(y, count, scale_d, -127, 0, y)
+            divided(y, count, i32(c.divisor_down), 0, y)
             for r in range(count):
                 row = first + r
                 for i in range(H):
                     h[row, i] = clip(i32(h[row, i] + y[r, i]))
         else:
-            add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
-            disturb(c, record, down, layer, at + first, count, i32(1), i32(127), i32(127), h[first:])
+            add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d, scales)
+            keep_scales(kept, down, layer, first, count, scales)
 
 
 @inlined
@@ -521,30 +532,79 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
 
 
 @leaf
-def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, of_window, excesses, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss; seed: of
-    the group; of_window: the weight of its window; excesses int32 [V padded to 64]: overwritten."""
-    V, shift = c.VOCAB_SIZE, i32(c.logit_shift)
-    of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
-    for d in range(c.exp.size):
-        of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
-    entries(of_distance, 0, top, shift, z, r * z.shape[1], V, excesses, 0)
-    for v in range(V):
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), excesses[v], seed, u32(u32(t * V) + u32(v)))
+def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
+    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss;
+    seed: of the window; weight: of its errors."""
+    of_distance, unit, dither = local(c.exp.size, i32), share_unit(total), dither_of(seed, t)
+    for d in range(c.exp.size):                              # of tokens that are not wanted
+        of_distance[d] = excess(i32(0), softmax_share(c.exp[d], unit), weight)
+    dithered(of_distance, 0, top, c.logit_shift, z, r * z.shape[1], c.VOCAB_SIZE, dither, DITHER_STEP, errors, 0)
+    for v in range(c.VOCAB_SIZE, errors.size):
+        errors[v] = 0
     for j in range(c.TARGETS):
         v, wanted = target(c, windows, q, start, T, t, j), 0
         for other in range(c.TARGETS):
             wanted += v == target(c, windows, q, start, T, t, other)
-        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
-                           total)
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), weighed_excess(of_target, of_window), seed, t * V + v)
+        d = min(c.exp.size - 1, i64(top - shift_right(z[r, v], c.logit_shift)))
+        errors[v] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
 
 
 @leaf
-def logits(c, noisy, norm, sides, h, count, left, x, z):
+def learn_head(c, z, r, errors, masks, x, sums, votes):
+    """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
+    them, and sums int32 [H] = the head times them. masks int64 [V / 64]: overwritten."""
+    weights = c.columns[c.table[c.head, 0].columns:]
+    for i in range(sums.size):
+        sums[i] = 0
+    nonzero(errors, 0, masks, 0, errors.size)
+    for block in range(errors.size // 64):
+        left = masks[block]
+        while left:
+            v = 64 * block + trailing_zeros(left)
+            left &= left - 1
+            e = i32(errors[v])
+            if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):      # it cannot follow
+                continue
+            for i in range(sums.size):
+                sums[i] += i32(e * weights[v, i])
+            for i in range(sums.size):
+                votes[v, i] += i32(e * i32(x[r, i] - 128))
+
+
+# --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------
+
+@inlined
+def add_below(y, count, scales, x, below, along):
+    """below float32 [count, n] += what credits hand down, y int32 [count, n] times scales [count]; along [count]: the
+    same of its product with the outputs of the norm, x uint8 [count, n], + 128."""
+    for r in range(count):
+        total = i64(0)
+        for i in range(below.shape[1]):
+            total += i64(y[r, i]) * i64(i32(x[r, i]) - 128)
+            below[r, i] = f32(below[r, i] + f32(f32(y[r, i]) * scales[r]))
+        along[r] = f32(along[r] + f32(f32(total) * scales[r]))
+
+
+@inlined
+def below_norm(count, below, along, x, norm, means, credit):
+    """credit float32 [count, n] += below, less what only makes a row longer, through a norm: norm int32 [n], x and means
+    float32 [count] as in `layer_norm`."""
+    for r in range(count):
+        size = i32(0)
+        for i in range(below.shape[1]):
+            n = i32(x[r, i]) - i32(128)
+            size += i32(n * n)
+        longer = f32(along[r] / f32(max(i32(1), size)))
+        for i in range(below.shape[1]):
+            c = f32(below[r, i] - f32(longer * f32(i32(x[r, i]) - i32(128))))
+            credit[r, i] = f32(credit[r, i] + f32(c * f32(f32(norm[i]) / means[r])))
+
+
+@leaf
+def logits(c, noisy, norm, sides, h, count, left, x, z, means):
     """z (new_logits): the logits of `count` rows of h int8, the `left` first of which belong to the even member; norm,
-    sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
-    layer_norm(c, h, count, left, norm, x)
+    sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies; means: see layer_norm."""
+    layer_norm(c, h, count, left, norm, x, means)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
 
 
@@ -579,10 +639,10 @@ def write_next(c, writing, q, texts, t, h, z):
     texts[0] is; h int8 [n, H]: their last hidden states at position t."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
-    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    x, means = local((GROUP, c.HIDDEN_DIM), np.uint8), local(GROUP, f32)
     for first in range(0, texts.shape[0], GROUP):
         count = min(GROUP, texts.shape[0] - first)
-        logits(c, CLEAN, norm, sides, h[first:], count, count, x, z)
+        logits(c, CLEAN, norm, sides, h[first:], count, count, x, z, means)
         for r in range(count):
             text, s = texts[first + r], q + first + r
             writing.present[s, text[t]] = 1
@@ -592,20 +652,23 @@ def write_next(c, writing, q, texts, t, h, z):
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record, at):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z (new_logits): overwritten. record: it has these rows from
-    `at` on."""
-    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    x, excesses = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1] + PANEL, i32)
+    cross-entropies are added to nats float64 [windows]. z (new_logits): overwritten. kept: if it is not empty, it gets
+    the credits of h."""
+    H = c.HIDDEN_DIM
+    norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
+    x, means = local((GROUP, H), np.uint8), local(GROUP, f32)
+    errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
+    masks, sums = local(errors.size // 64, i64), local((GROUP, H), i32)
+    below, along, ones = local((GROUP, H), f32), local(GROUP, f32), local(GROUP, f32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
     for first in range(0, rows, each):
         count = min(each, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
-        keep(record, c.head, NO_LAYER, at + first, count, x)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z, means)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
@@ -613,10 +676,19 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
             if losses.size:
                 total = entry_sum(c.exp, 0, top, c.logit_shift, z, r * z.shape[1], c.VOCAB_SIZE)
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, top, total)
-                if at + row < record.tokens.size and record.weights[at + row]:
-                    head_errors(c, z, r, windows, window, start, T, t, top, total, u32(record.seed + u32(window)),
-                                i32(record.weights[at + row]), excesses, record.errors[at + row])
+                if kept.credit.size:
+                    head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
+                                i32(kept.weights[row]), errors)
+                    learn_head(c, z, r, errors, masks, x, sums[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
                 nats[window] += np.log(mass) + (top - wanted) * c.unit
+        if kept.credit.size:
+            credit = kept.credit[first:]
+            for r in range(count):
+                along[r], ones[r] = f32(0), f32(1)
+                for i in range(H):
+                    below[r, i] = credit[r, i] = f32(0)
+            add_below(sums, count, ones, x, below, along)
+            below_norm(count, below, along, x, norm[0, 0], means, credit)

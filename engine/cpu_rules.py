@@ -12,7 +12,7 @@ import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import codegen, compiler, config
+from numba.core import cgutils, codegen, compiler, config
 from numba.types import float32, int32, int64
 
 from engine import kernel_cache
@@ -98,6 +98,28 @@ def shift_right(builder, a: int32, n: int32):
     return builder.ashr(a, n)
 
 
+@operation(int32)
+def bits(builder, f: float32):
+    return builder.bitcast(f, ir.IntType(32))
+
+
+@operation(float32)
+def float_of(builder, n: int32):
+    return builder.bitcast(n, ir.FloatType())
+
+
+@operation(float32)
+def rint(builder, f: float32):
+    """To the nearest whole number, ties to even."""
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(f.type, [f.type]),
+                                                       "llvm.rint.f32"), [f])
+
+
+@operation(int64)
+def trailing_zeros(builder, mask: int64):
+    return builder.cttz(mask, ir.IntType(1)(1))
+
+
 @operation(int64)
 def log2_floor(builder, q: int64):
     return builder.sub(q.type(63), builder.ctlz(q, ir.IntType(1)(1)))
@@ -124,7 +146,8 @@ def divide(p, d):
 TARGET = rules.Arithmetic(
     trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
     add=rule(lambda a, b: f32(a + b)), sub=rule(lambda a, b: f32(a - b)), mul=rule(lambda a, b: f32(a * b)),
-    div=rule(lambda a, b: f32(a / b)))
+    div=rule(lambda a, b: f32(a / b)), bits=bits, float_of=float_of,
+    nearest=rule(lambda f: i32(rint(max(f32(-2147483648.0), min(f32(2147483520.0), f))))))
 
 
 def _switched(*variants):
@@ -167,18 +190,16 @@ gate = _norms.gate
 gated = _norms.gated
 next_state = _norms.next_state
 normed = _norms.normed
-_activations = rules.activation_rules(rule)
-signed = _activations.signed
-digit = _activations.digit
-credited = _activations.credited
-rounded = _activations.rounded
-settled = _activations.settled
-weighed = _activations.weighed
-attention_share = _activations.attention_share
-handed_down = _activations.handed_down
-excess = _activations.excess
-weighed_excess = _activations.weighed_excess
-dithered = _activations.dithered
+_units = rules.unit_rules(rule, TARGET)
+attention_share = _units.attention_share
+share_unit = _units.share_unit
+softmax_share = _units.share
+dither_of = _units.dither_of
+excess = _units.excess
+error = _units.error
+exponent = _units.exponent
+power = _units.power
+whole = _units.whole
 _updates = rules.update_rules(rule, TARGET)
 adamw = _updates.adamw
 sgd = _updates.sgd

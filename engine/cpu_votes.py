@@ -1,29 +1,22 @@
 """From what was read to moved weights, on the CPU (SPEC 9, 21): the votes of pairs with noise on weights, those of
-groups with noise on activations, and the moves of the weights.
-
-With noise on activations the sequences that go through the model together are the windows of several groups, read by
-the unperturbed model, and then, group by group, those of their members: products want whole tiles of rows.
-"""
+windows with unit trials, and the moves of the weights."""
 
 from collections import namedtuple
 
 import numpy as np
 
-from engine import cpu_gru, cpu_transformer
-from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise, vote_draw
-from engine.cpu_rules import (adamw, credited, digit, f32, fma, handed_down, i32, muon, njit, rounded, rule, settled,
-                              sgd, u32, weighed, whole_step, ztest)
+from engine import cpu_credits, cpu_gru, cpu_transformer
+from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
+from engine.cpu_rules import adamw, f32, fma, i32, muon, njit, rule, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, local
-from model import activations, integer_tables, parameters, steps
+from model import parameters, steps, units
 from model.rules import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
-ROWS_TOGETHER = 72           # sequences that go through the model together, about: four groups of 17, eight of 9
-# What was read of groups: their Record; losses int64 [groups, T]: of the unperturbed model; differences int64 [groups,
-# members, T]: by how much smaller those of the members are, times their number, less the sum over them, 0 where a
-# position does not vote; advantages int8 [groups]: the weights of the windows; count: of differences that vote
-Reading = namedtuple("Reading", "record losses differences advantages count")
+TOGETHER = 16               # windows that a thread reads together: in the recurrent model they fill two tiles
+# What was read of windows: their Kept; tokens int32 [n]; loss: int
+Reading = namedtuple("Reading", "kept tokens loss")
 
 
 # --- votes with noise on weights --------------------------------------------------------------------------------------
@@ -45,6 +38,21 @@ def pack(weights, packed, correction, t, first, end):
                 sums[j >> 2] += value
         for j in range(PANEL):
             correction[t.correction + p * PANEL + j] = -128 * sums[j]
+
+
+@njit
+def pack_transposed(weights, packed, correction, t, first, end):
+    """The same of the transposed matrix (t: its row of Model.table), four outputs of an input side by side."""
+    k4, outputs = t.rows // 4, t.rows
+    for p in range(first, end):
+        for j in range(min(PANEL, t.cols - p * PANEL)):
+            r = p * PANEL + j
+            source, total = t.weights + (r >> 2) * outputs * 4 + (r & 3), i32(0)
+            for k in range(outputs):
+                value = weights[source + 4 * k]
+                packed[t.packed + (p * k4 + (k >> 2)) * PANEL * 4 + 4 * j + (k & 3)] = value
+                total += value
+            correction[t.correction + p * PANEL + j] = -128 * total
 
 
 @njit
@@ -82,186 +90,120 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
         votes[i] = s
 
 
-# --- votes with noise on activations ----------------------------------------------------------------------------------
+# --- votes of unit trials ---------------------------------------------------------------------------------------------
 
-@njit
-def recurrent_credits(differences, least, bits, credit, out):
-    """out int8 [2, 1, groups, members, T]: the digits of positions, and the credit of those with later ones."""
-    groups, members, T = differences.shape
-    for q in range(groups):
-        for k in range(members):
-            after = i32(0)
-            for t in range(T - 1, -1, -1):
-                e = digit(differences[q, k, t], least)
-                after = credited(e, after, bits, credit)
-                out[0, 0, q, k, t], out[1, 0, q, k, t] = e, after
+class UnitVotes:
+    """Reads windows for CpuEngine, and votes. threads, job: of the engine."""
 
+    def __init__(self, cfg, threads, job):
+        self.cfg, self._threads, self._job = cfg, threads, job
+        self._tensors, (self._places, self._width) = parameters.tensors(cfg), layout(cfg)
+        matrices, self._biases, self._embedding = units.votes(cfg)
+        self._head, self._matrices = matrices[0].tensor, matrices[1:]
+        # the sums of votes, one after the other: int32 [V, H] of the head and embedding, [rows, cols padded] of others
+        self._by_token = {self._head, self._embedding}
+        voting = self._by_token | {vote.tensor for vote in self._matrices} | {tensor for tensor, _ in self._biases}
+        self._shapes, self._ends = {}, [0]
+        for t in self._tensors:
+            if t in voting:
+                padded = -(-t.cols // PANEL) * PANEL
+                self._shapes[t] = (t.cols, t.rows) if t in self._by_token else (t.rows, padded)
+                self._ends.append(self._ends[-1] + np.prod(self._shapes[t]))
 
-@njit
-def attention_credits(differences, least, unit, shares, direct, attended):
-    """direct int8 [L + 1, 1, groups, members, T]: the credit of outputs below layer 0 and in every layer; attended int8
-    [L, heads, groups, members, T]: that of keys and values. shares: of the Record; unit: of a digit."""
-    groups, members, T = differences.shape
-    layers, heads = attended.shape[:2]
-    sums, total = np.empty(T, i32), np.empty(T, i32)
-    for q in range(groups):
-        for k in range(members):
-            for t in range(T):
-                direct[layers, 0, q, k, t] = unit * digit(differences[q, k, t], least)
-            for layer in range(layers - 1, -1, -1):
-                total[:] = 0
-                for head in range(heads):
-                    sums[:] = 0
-                    for t in range(T):
-                        due = i32(direct[layer + 1, 0, q, k, t])
-                        if due != 0:
-                            for s in range(t + 1):
-                                sums[s] = i32(sums[s] + i32(due * shares[q, layer, head, t, s]))
-                    for s in range(T):
-                        attended[layer, head, q, k, s] = settled(sums[s], 12)
-                        total[s] = i32(total[s] + rounded(sums[s], 8))
-                for s in range(T):
-                    direct[layer, 0, q, k, s] = handed_down(i32(direct[layer + 1, 0, q, k, s]), total[s], heads)
+    def together(self, count):
+        """The number of windows, of this many, that are read together."""
+        return max(1, min(TOGETHER, -(-count // self._threads)))
 
+    def _sums(self, memory):
+        """{tensor: its sums} in int32 memory."""
+        return {t: memory[at:end].reshape(shape)
+                for (t, shape), at, end in zip(self._shapes.items(), self._ends, self._ends[1:])}
 
-@njit
-def add_credit(credit, seed, number, layers, turn, stream, shift, weights, rope, bit, out):
-    """out int8 [>= groups * T, units]: the settled sums over members, the first of which has this seed and this number
-    in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. turn, stream,
-    shift: of the Phase; weights int8 [groups]: of the windows; rope: empty, or what turns sums back, with
-    ROPE_SCALE_BIT."""
-    parts, groups, members, T = credit.shape
-    units = out.shape[1]
-    width = units // parts
-    totals, noise = np.empty((T, units), i32), local(width, i32)
-    pairs = totals.view(np.int64)
-    for q in range(groups):
-        totals[:] = 0
-        for k in range(q * members, (q + 1) * members):
-            for t in range(T if turn < 0 or (number + k) % layers == turn else 0):
-                for part in range(parts):
-                    factor, at = i32(credit[part, q, k - q * members, t]), part * width
-                    if factor != 0:
-                        draw_noise(noise, u32(seed + u32(k)), stream, t * units + at, factor)
-                        for i in range(width):
-                            totals[t, at + i] = i32(totals[t, at + i] + noise[i])
-        for t in range(T):
-            if rope.size:
-                cpu_transformer.rotate(pairs, t, rope, t, bit)
-            for i in range(units):
-                out[q * T + t, i] = weighed(totals[t, i], i32(weights[q]), shift)
+    def pool(self):
+        """(int32 [threads, n], list): memory for the sums of a chunk, and the rows of it that no thread has."""
+        return np.zeros((self._threads, self._ends[-1]), np.int32), list(range(self._threads))
 
+    def read(self, c, pool, windows, seed, weights=None, counted=None):
+        """A Reading of windows int32 [n, WINDOW]. pool: to whose sums the votes on the head are added; seed: of the
+        first window; weights int8 [n], counted bool [n, T]: of their errors."""
+        cfg, T = self.cfg, self.cfg.SEQ_LEN
+        n, rows = len(windows), -(-len(windows) * T // 4) * 4
+        if weights is None:
+            weights, counted = np.full(n, units.FULL, np.int8), np.ones((n, T), bool)
+        weights = (weights[:, None] * counted).astype(np.int8).ravel()
+        tokens = np.ascontiguousarray(windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T])
+        forward, each = (cpu_gru, n) if cfg.MODEL == "gru" else (cpu_transformer, 1)
+        (memory, free), losses = pool, np.empty((1, n * T), np.int64)
+        mine = free.pop()
+        kept = new_kept(c, self._places, self._width, rows, T * (each == 1), self._sums(memory[mine])[self._head],
+                        weights, 0)
+        for at in range(0, n, each):
+            part = slice(at * T, (at + each) * T)
+            its = kept._replace(bytes=kept.bytes[part], exponents=kept.exponents[part], scales=kept.scales[part],
+                                credit=kept.credit[part], weights=weights[part], seed=u32(seed + at & 0xFFFFFFFF))
+            forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
+            forward.hand_down(c, its, tokens[at:at + each])
+        free.append(mine)
+        return Reading(kept, tokens.ravel(), int(losses.sum()))
 
-@njit
-def add_products(x, sums, votes):
-    """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [inputs, n], moved by 128; sums
-    int8 [n, units]; n a multiple of 4."""
-    for p in range(votes.shape[1] // PANEL):
-        add_product(x, sums[:, p * PANEL:(p + 1) * PANEL], votes, p)
+    def _loudest(self, read):
+        """{(credits, layer): the exponent of those of a chunk}."""
+        top = {}
+        for kind, layer in units.kinds(self.cfg):
+            slot, number = self._slot(kind.name, layer)
+            found = np.concatenate([part.kept.exponents[:, slot, number] for part in read]).astype(np.int64)
+            found = found[found >= -units.EXPONENTS] + units.EXPONENTS
+            top[kind.name, layer] = units.loudest(np.bincount(found, minlength=2 * units.EXPONENTS + 1))
+        return top
 
+    def _slot(self, name, layer, of="of_"):
+        """The numbers of credits, or of inputs, in a Kept."""
+        outside = name.startswith("first_") or name.endswith("_0")
+        name = name.removeprefix("first_").replace("normed_0", "normed_2").removesuffix("_0")
+        return SLOT[of + name], i64(self.cfg.N_LAYERS if outside else layer)
 
-class ActivationVotes:
-    """Reads groups for CpuEngine, and votes."""
+    def _vote(self, pool, top, part):
+        """Adds the votes of a Reading to some sums of the pool."""
+        memory, free = pool
+        mine = free.pop()
+        sums, rows, inputs, operands = self._sums(memory[mine]), len(part.kept.bytes), {}, {}
+        for kind, layer in units.kinds(self.cfg):
+            name = kind.name, layer
+            operands[name] = np.empty((rows, kind.units * self.cfg.HIDDEN_DIM), np.int8)
+            cpu_credits.operand(part.kept, *self._slot(*name), i64(top[name]), operands[name])
+        for tensor, name, of in self._matrices:
+            slot = self._slot(of, tensor.layer, "")
+            if slot not in inputs:
+                inputs[slot] = np.empty((tensor.rows, rows // 4), np.uint32)
+                cpu_credits.inputs_of(part.kept, *slot, inputs[slot])
+            cpu_credits.add_products(inputs[slot].view(np.uint8), operands[name], sums[tensor])
+        for tensor, name in self._biases:
+            cpu_credits.add_sums(operands[name], sums[tensor][0])
+        # tied: as a table and as the head in one unit
+        factor = np.exp2(np.float32(np.clip(top["embedding", 0], *units.TABLE_SHIFTS) if self._embedding.product else 0))
+        cpu_credits.add_looked_up(operands["embedding", 0], part.tokens, factor, sums[self._embedding])
+        free.append(mine)
 
-    def __init__(self, cfg):
-        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg).values(), parameters.tensors(cfg)
-        self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
-        self._matrices, self._biases, self._embedding = activations.votes(cfg)
-        self._watched = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), WATCHED)
-        self._inputs, places = 0, {}
-        # a tied embedding is the head as well
-        looked_up = *self._embedding[:2], "normed_f" if self._embedding[0].product else ""
-        for tensor, phase, inputs in [*self._matrices, looked_up]:
-            if (inputs, tensor.layer) not in places:
-                places[inputs, tensor.layer] = self._inputs
-                self._inputs += tensor.rows
-            noise = (phase.stream, phase.amplitude, phase.turn) if phase else (0, 0, 0)
-            self._watched[tensor.param, tensor.layer] = places[inputs, tensor.layer], *noise
-        back = integer_tables.rope_table(cfg, cfg.SEQ_LEN) * np.int32([1, -1])
-        self._rope = np.tile(back.view(np.int64)[..., 0], cfg.N_HEADS)
+    def chunk(self, read, pool):
+        """(bytes, int): the packed digits and the loss of a chunk, of which these Readings are."""
+        top = self._loudest(read)
+        self._job([(pool, top, part) for part in read], self._vote).finish()
+        digits, (memory, _) = np.zeros(self.cfg.CHUNK_DIGITS, np.int8), pool
 
-    def _record(self, windows, seed, first_group, weights):
-        """The Record that the windows of groups are to fill; weights: int8, of their positions."""
-        cfg, T, member = self.cfg, self.cfg.SEQ_LEN, first_group * self.cfg.GROUP_SIZE
-        rows = -(-len(windows) * T // 4) * 4
-        return Record(u32(seed + first_group & 0xFFFFFFFF), u32(seed + member & 0xFFFFFFFF), member, T, self._watched,
-                      np.zeros((self._inputs, rows), np.uint8), np.empty(4 * cfg.HIDDEN_DIM, np.int32),
-                      windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                      np.zeros((rows, cfg.VOCAB_SIZE), np.int8), weights,
-                      np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
+        def send(t, sums, at, end):
+            least = units.least_vote(self.cfg, t, cpu_credits.add_up(memory, at, end))
+            group = 4 if t.matrix else 1
+            cpu_credits.signs(sums, t in self._by_token, least, digits[t.span].reshape(-1, t.cols, group), 0,
+                              t.rows // group)
 
-    def read(self, c, windows, seed, first_group, advantages=None, counted=None):
-        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their
-        weights and the positions that vote, all alike in a chunk of text."""
-        cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
-        sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
-        if advantages is None:
-            advantages, counted = np.full(groups, activations.LEVELS, np.int8), np.ones((groups, T), bool)
-        record = self._record(windows, seed, first_group, (advantages[:, None] * counted).ravel())
-        losses = np.empty((len(sequences), T), np.int64)
-        forward, shape = (cpu_gru, (1, -1)) if cfg.MODEL == "gru" else (cpu_transformer, losses.shape)
-        forward.run_windows(c, losses.reshape(shape), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, record)
-        smaller = losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
-        better = (cfg.GROUP_SIZE * smaller - smaller.sum(1, keepdims=True)) * counted[:, None]
-        return Reading(record, losses[:groups], better, advantages, cfg.GROUP_SIZE * int(counted.sum()))
+        self._job([(t, sums, at, end) for (t, sums), at, end in
+                   zip(self._sums(memory[0]).items(), self._ends, self._ends[1:])], send).finish()
+        return steps.pack_digits(digits), sum(part.loss for part in read)
 
-    def _credit_of(self, record, differences, least):
-        """A function of a Phase: int8 [1 or heads, groups, members, T]."""
-        cfg, shape = self.cfg, differences.shape
-        if cfg.MODEL == "gru":
-            both = np.empty((2, 1, *shape), np.int8)
-            recurrent_credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, both)
-            return lambda phase: both[int(phase.later)]
-        direct = np.empty((cfg.N_LAYERS + 1, 1, *shape), np.int8)
-        attended = np.empty((cfg.N_LAYERS, cfg.N_HEADS, *shape), np.int8)
-        attention_credits(differences, least, activations.UNIT, record.shares, direct, attended)
-        return lambda phase: (attended[phase.layer] if phase.later else
-                              direct[0 if phase.outside else phase.layer + 1])
-
-    def votes(self, read, least):
-        """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
-        cfg = self.cfg
-        sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
-                for t in self._tensors}
-        for record, _, differences, advantages, _ in read:
-            credit_of, settled_of = self._credit_of(record, differences, least), {None: record.errors}
-            for phase in self._phases:
-                settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
-                if phase.amplitude:
-                    rope = self._rope if phase.rotated else self._rope[:0]
-                    add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, phase.turn,
-                               phase.stream, phase.shift, advantages, rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
-            for tensor, phase, _ in self._matrices:
-                first = self._watched[tensor.param, tensor.layer]["inputs"]
-                add_products(record.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
-            for tensor, phase in self._biases:
-                sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
-            tensor, phase, weight = self._embedding
-            if phase.amplitude:
-                settled_at = settled_of[phase][:record.tokens.size].astype(np.int32)
-                np.add.at(sums[tensor].T, record.tokens, weight * settled_at)
-        return sums
-
-    def vote_on_nothing(self, record):
-        """Compiles what `votes` calls, or loads it from the cache. record: an empty one."""
-        differences = np.empty((0, self.cfg.GROUP_SIZE, self.cfg.SEQ_LEN), np.int64)
-        nothing = Reading(record, None, differences, np.empty(0, np.int8), 0)
-        self.votes([nothing], activations.least_differences(1, 1))
-
-    def chunk(self, read, threads, job):
-        """(bytes, int): the packed digits and the loss of a chunk, of which these Readings are. job: CpuEngine._job,
-        where each of the threads sums the votes of its share of them."""
-        cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
-        each = -(-len(read) // threads)
-        total = sum(int(np.abs(part.differences).sum()) for part in read)
-        least = activations.least_differences(total, sum(part.count for part in read))
-        votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
-        for t, sums in votes[0].items():
-            for part in votes[1:]:
-                sums += part[t]
-            digits[t.span] = activations.voted(cfg, t, sums[:t.rows, :t.cols])
-        loss = cfg.GROUP_SIZE * sum(int(part.losses.sum()) for part in read)
-        return steps.pack_digits(digits), loss
+    def vote_on_nothing(self, c):
+        """Compiles what `chunk` calls, or loads it from the cache."""
+        nothing = Reading(nothing_kept(c), np.empty(0, np.int32), 0)
+        self.chunk([nothing], self.pool())
 
 
 # --- moves, digests ---------------------------------------------------------------------------------------------------

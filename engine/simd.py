@@ -9,6 +9,7 @@ product in a fixed order and a table look-up.
 All give the same bits: every product is exact.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -272,13 +273,57 @@ def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stri
                 lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
+def _permutes():
+    return KIND == "vnni512" and llvm.get_host_cpu_features().get("avx512vbmi")
+
+
+@contextlib.contextmanager
+def _blocks(builder, count):
+    """A loop over blocks of 64 elements; the first element of a block."""
+    with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(63)), I64(64)), intp=I64) as loop:
+        yield builder.mul(loop.index, I64(64))
+
+
+def _like(builder, scalar, vector):
+    return _splat(builder, builder.trunc(scalar, vector.element), vector.count)
+
+
+def _distances(builder, top, shift, z):
+    """<64 x i8>, without a sign: min(255, top - (z >> shift)) of 64 elements."""
+    bytes_, words = _vector(I8, 64), _vector(I32, 64)
+    if z.type.pointee == I8:                                 # a distance is a byte without a sign
+        return builder.sub(_like(builder, top, bytes_), _load(builder, z, bytes_))
+    d, most = builder.ashr(_load(builder, z, words), _like(builder, shift, words)), _all(words, 255)
+    d = builder.sub(_like(builder, top, words), d)
+    return builder.trunc(builder.select(builder.icmp_unsigned("<", d, most), d, most), bytes_)
+
+
+def _planes(builder, table):
+    """The bytes of 256 entries int32, one after the other, in four quarters."""
+    bytes_, words = _vector(I8, 64), _vector(I32, 64)
+    quarters = [_load(builder, builder.gep(table, [I64(64 * q)]), words) for q in range(4)]
+    return [[builder.trunc(builder.lshr(x, _all(words, bits)), bytes_) for x in quarters] for bits in range(0, 32, 8)]
+
+
+def _entry(builder, plane, d):
+    """A byte of the entries d."""
+    permute = _function(builder, d.type, [d.type] * 3, "llvm.x86.avx512.vpermi2var.qi.512")
+    far = builder.icmp_signed("<", d, _all(d.type, 0))
+    return builder.select(far, *(builder.call(permute, [plane[q], d, plane[q + 1]]) for q in (2, 0)))
+
+
+def _entry_of(builder, table, top, shift, z):
+    """int32: the entry of one element."""
+    x, most = builder.ashr(builder.sext(builder.load(z), I32), builder.trunc(shift, I32)), I32(255)
+    d = builder.sub(builder.trunc(top, I32), x)
+    d = builder.select(builder.icmp_unsigned("<", d, most), d, most)
+    return builder.load(builder.gep(table, [builder.zext(d, I64)]))
+
+
 def _look_up_one_by_one(builder, table, top, shift, z, count, out):
-    total, most = cgutils.alloca_once_value(builder, I64(0)), I32(255)
+    total = cgutils.alloca_once_value(builder, I64(0))
     with cgutils.for_range(builder, count, intp=I64) as loop:
-        x = builder.ashr(builder.sext(builder.load(builder.gep(z, [loop.index])), I32), builder.trunc(shift, I32))
-        d = builder.sub(builder.trunc(top, I32), x)
-        d = builder.select(builder.icmp_unsigned("<", d, most), d, most)
-        e = builder.load(builder.gep(table, [builder.zext(d, I64)]))
+        e = _entry_of(builder, table, top, shift, builder.gep(z, [loop.index]))
         if out is not None:
             builder.store(e, builder.gep(out, [loop.index]))
         builder.store(builder.add(builder.load(total), builder.sext(e, I64)), total)
@@ -287,29 +332,16 @@ def _look_up_one_by_one(builder, table, top, shift, z, count, out):
 
 def _look_up(builder, table, top, shift, z, count, out=None):
     """With AVX512-VBMI 64 elements at a time, the bytes of an entry one after the other."""
-    if not (KIND == "vnni512" and llvm.get_host_cpu_features().get("avx512vbmi")):
+    if not _permutes():
         return _look_up_one_by_one(builder, table, top, shift, z, count, out)
-    bytes_, words, quarter = _vector(I8, 64), _vector(I32, 64), _vector(I32, 16)
-    like = lambda scalar, vector: _splat(builder, builder.trunc(scalar, vector.element), 64)
-    permute = _function(builder, bytes_, [bytes_] * 3, "llvm.x86.avx512.vpermi2var.qi.512")
-    quarters = [_load(builder, builder.gep(table, [I64(64 * q)]), words) for q in range(4)]
-    planes = [[builder.trunc(builder.lshr(x, _all(words, bits)), bytes_) for x in quarters] for bits in range(0, 32, 8)]
+    bytes_, words, quarter, planes = _vector(I8, 64), _vector(I32, 64), _vector(I32, 16), _planes(builder, table)
     sums = [cgutils.alloca_once_value(builder, _all(quarter, 0)) for _ in range(3)]
-    numbers = ir.Constant(bytes_, list(range(64)))
-    with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(63)), I64(64)), intp=I64) as loop:
-        at = builder.mul(loop.index, I64(64))
-        z_at = builder.gep(z, [at])
-        if z.type.pointee == I8:                             # a distance is a byte without a sign
-            d = builder.sub(like(top, bytes_), _load(builder, z_at, bytes_))
-        else:
-            d, most = builder.ashr(_load(builder, z_at, words), like(shift, words)), _all(words, 255)
-            d = builder.sub(like(top, words), d)
-            d = builder.trunc(builder.select(builder.icmp_unsigned("<", d, most), d, most), bytes_)
+    with _blocks(builder, count) as at:
+        d = _distances(builder, top, shift, builder.gep(z, [at]))
         left = builder.sub(count, at)
         left = builder.select(builder.icmp_signed("<", left, I64(64)), left, I64(64))
-        far, inside = (builder.icmp_signed("<", a, b) for a, b in ((d, _all(bytes_, 0)), (numbers, like(left, bytes_))))
-        values = [builder.select(far, *(builder.call(permute, [plane[q], d, plane[q + 1]]) for q in (2, 0)))
-                 for plane in planes[:3 if out is None else 4]]
+        inside = builder.icmp_signed("<", ir.Constant(bytes_, list(range(64))), _like(builder, left, bytes_))
+        values = [_entry(builder, plane, d) for plane in planes[:3 if out is None else 4]]
         for e, cell in zip(values, sums):
             e = builder.select(inside, e, _all(bytes_, 0))
             builder.store(_dot_step(builder, builder.load(cell), e, _all(bytes_, 1)), cell)
@@ -336,3 +368,40 @@ def entry_sum(builder, table: "array", top, shift, z: "array", count):
 def entries(builder, table: "array", top, shift, z: "array", count, out: "array"):
     """The same, and out[i] is that entry. A table may have other numbers; the sum is wrong then."""
     return _look_up(builder, table, top, shift, z, count, out)
+
+
+@operation(types.void)
+def dithered(builder, table: "array", top, shift, z: "array", count, dither, step, out: "array"):
+    """out[i] = table[min(255, top - (z[i] >> shift))] + (dither + step * i & 0xFFFF) >> 16; out int8; the table fits 24
+    bits."""
+    if not _permutes():
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            e = _entry_of(builder, table, top, shift, builder.gep(z, [loop.index]))
+            random = builder.trunc(builder.add(dither, builder.mul(step, loop.index)), I16)
+            e = builder.ashr(builder.add(e, builder.zext(random, I32)), I32(16))
+            builder.store(builder.trunc(e, I8), builder.gep(out, [loop.index]))
+        return
+    bytes_, halves, planes = _vector(I8, 64), _vector(I16, 32), _planes(builder, table)
+    eight, low, high = (_all(halves, n) for n in (8, 255, -256))
+    steps = [builder.mul(_like(builder, step, halves), ir.Constant(halves, list(range(odd, 64, 2)))) for odd in range(2)]
+    with _blocks(builder, count) as at:
+        d = _distances(builder, top, shift, builder.gep(z, [at]))
+        first, second, third = (_entry(builder, plane, d) for plane in planes[:3])
+        first, second = builder.bitcast(first, halves), builder.bitcast(second, halves)
+        random = _like(builder, builder.add(dither, builder.mul(step, at)), halves)
+        # 16 bits of even elements, then of odd ones; what they carry belongs to the third byte
+        even = builder.or_(builder.and_(first, low), builder.shl(second, eight))
+        odd = builder.or_(builder.lshr(first, eight), builder.and_(second, high))
+        carries = [builder.select(builder.icmp_unsigned("<", builder.add(x, builder.add(random, more)), x),
+                                  _all(halves, one), _all(halves, 0))
+                   for x, more, one in zip((even, odd), steps, (1, 256))]
+        _store(builder, builder.add(third, builder.bitcast(builder.or_(*carries), bytes_)), builder.gep(out, [at]))
+
+
+@operation(types.void)
+def nonzero(builder, x: "array", masks: "array", count):
+    """masks int64 [count / 64, rounded up]: bits of the int8 that are not 0; x reaches to the next multiple of 64."""
+    bytes_ = _vector(I8, 64)
+    with _blocks(builder, count) as at:
+        found = builder.icmp_signed("!=", _load(builder, builder.gep(x, [at]), bytes_), _all(bytes_, 0))
+        builder.store(builder.bitcast(found, I64), builder.gep(masks, [builder.sdiv(at, I64(64))]))

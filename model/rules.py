@@ -296,12 +296,17 @@ def unit_rules(jit, ops):
         return i32(u32(hash32(seed, u32(u32(DITHER_STREAM) + u32(position))) & u32(0xFFFF)))
 
     @jit
+    def excess(wanted, share, weight):
+        """int32: the error of a logit in 2^-16. wanted: 127 times the share of the targets that are this token, in
+        2^-16; weight: of the window, -7 to 7."""
+        return i32(i32(i32(wanted - share) * weight) // i32(7))
+
+    @jit
     def error(wanted, share, weight, dither, token):
         """int32 that fits int8: the error of a logit, rounded down after adding 16 bits that differ from token to
-        token. wanted: 127 times the share of the targets that are this token, in 2^-16; weight: of the window, -7 to
-        7."""
+        token. wanted, share, weight: see `excess`."""
         random = i32(u32(u32(dither) + u32(u32(DITHER_STEP) * u32(token))) & u32(0xFFFF))
-        return i32(i32(i32(i32(wanted - share) * weight) // i32(7) + random) >> i32(16))
+        return i32(i32(excess(wanted, share, weight) + random) >> i32(16))
 
     @jit
     def exponent(top, bits_kept):
@@ -320,7 +325,7 @@ def unit_rules(jit, ops):
         return i32(max(i32(-most), min(i32(most), nearest(mul(credit, unit)))))
 
     return SimpleNamespace(attention_share=attention_share, share_unit=share_unit, share=share, dither_of=dither_of,
-                           error=error, exponent=exponent, power=power, whole=whole)
+                           excess=excess, error=error, exponent=exponent, power=power, whole=whole)
 
 
 def sampling_rules(jit, ops):

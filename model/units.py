@@ -102,8 +102,12 @@ def alpha(cfg):
     return float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0.0
 
 
+def least_vote(cfg, t, total):
+    """int: the least size of a vote on a tensor that counts; total: the sum of their sizes."""
+    return int(_rules.least_vote(total, t.size, alpha(cfg)))
+
+
 def voted(cfg, t, sums):
     """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
-    least = int(_rules.least_vote(np.abs(sums).sum(dtype=np.int64), t.size, alpha(cfg)))
-    digits = rules.large(sums, least)
+    digits = rules.large(sums, least_vote(cfg, t, np.abs(sums).sum(dtype=np.int64)))
     return parameters.to_canonical(digits) if t.matrix else digits.ravel()

@@ -1,0 +1,208 @@
+"""Credits of unit trials on the CPU (SPEC 21): what both models hand down through products, and votes.
+
+A row of credits goes through a product as int8 + 128, the rows of several positions together.
+"""
+
+import numpy as np
+
+from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, below_norm,
+                                draw_norm, i64, new_sides, product)
+from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, whole
+from engine.simd import PANEL, local
+from model import units
+
+OF_UP, OF_DOWN, OF_EMBEDDING = SLOT["of_up"], SLOT["of_down"], SLOT["of_embedding"]
+BITS, FULL = i32(units.ROW_BITS), i32((1 << units.ROW_BITS) - 1)
+TRIAL_BITS = i64(3)          # a trial is the difference of values 2^3 apart
+
+
+@inlined
+def size_of(credits, r, n):
+    """int32: the bits of the largest size of the first n of row r, float32, which are in the order of the sizes."""
+    top = i32(0)
+    for i in range(n):
+        top = max(top, i32(bits(credits[r, i]) & i32(0x7FFFFFFF)))
+    return top
+
+
+@leaf
+def note(kept, name, layer, first, count, credits, x, exponents):
+    """Keeps `count` rows of credits float32 [>= count, n], in rows first.. of a Kept; x uint8 [>= count, n]: as int8 +
+    128, and exponents int32 [>= count]."""
+    place = kept.places[name, layer]
+    for r in range(count):
+        row = kept.bytes[first + r, place:]
+        exponents[r] = e = exponent(float_of(size_of(credits, r, x.shape[1])), BITS)
+        unit, live = power(i32(-e)), i32(0)
+        for i in range(x.shape[1]):
+            credit = whole(credits[r, i], unit, FULL)
+            live |= credit
+            row[i] = x[r, i] = credit + i32(128)
+        kept.exponents[first + r, name, layer] = e if live else DEAD
+
+
+@leaf
+def handed(c, param, layer, x, exponents, count, shift, divisor, y, scales):
+    """What credits x (of `note`) hand down through a matrix: y int32 [>= count padded, inputs] times scales float32 [>=
+    count], with 2^-shift and a divisor."""
+    sides, one = new_sides(1, 1, 1), f32(f32(1) / f32(divisor))
+    product(c, c.table.shape[0] // 2 + param, layer, sides, CLEAN, x, count, count, y)
+    for r in range(count):
+        scales[r] = f32(power(i32(exponents[r] - i32(shift))) * one)
+
+
+@inlined
+def nothing_below(below, along):
+    for r in range(below.shape[0]):
+        along[r] = f32(0)
+        for i in range(below.shape[1]):
+            below[r, i] = f32(0)
+
+
+@inlined
+def scales_of(kept, param, layer, first, count, scales):
+    """Gives back what `keep_scales` kept."""
+    for r in range(count):
+        scales[r] = kept.scales[first + r, param, layer]
+
+
+@inlined
+def kept_rows(kept, name, layer, first, count, x):
+    """Gives back what `keep` kept."""
+    place = kept.places[name, layer]
+    for r in range(count):
+        row = kept.bytes[first + r, place:]
+        for i in range(x.shape[1]):
+            x[r, i] = row[i]
+
+
+@leaf
+def through_norm(c, kept, ln, layer, first, count, below, along, x):
+    """The residual stream's credits in rows first.. += those below a norm, x uint8 [GROUP, H], + 128, being its outputs."""
+    norm, means = local((2, 2, c.HIDDEN_DIM), i32), local(GROUP, f32)
+    draw_norm(c, ln, layer, i32(0), CLEAN, norm)
+    scales_of(kept, ln, layer, first, count, means)
+    below_norm(count, below, along, x, norm[0, 0], means, kept.credit[first:])
+
+
+@leaf
+def through_mlp(c, kept, ln, layer, slot, rows):
+    """The residual stream's credits below an MLP: see `mlp` of cpu_kernels."""
+    H = c.HIDDEN_DIM
+    up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
+    x, u = local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8)
+    y, wide = local((GROUP, H), i32), local((GROUP, 4 * H), i32)
+    below, inner = local((GROUP, H), f32), local((GROUP, 4 * H), f32)
+    along, scales, exponents = local(GROUP, f32), local(GROUP, f32), local(GROUP, i32)
+    for first in range(0, rows, GROUP):
+        count, credit = min(GROUP, rows - first), kept.credit[first:]
+        if not c.gru:
+            scale_credit(kept, down, layer, first, count)
+        note(kept, OF_DOWN, slot, first, count, credit, x, exponents)
+        handed(c, down, layer, x, exponents, count, TRIAL_BITS + (i64(0) if c.gru else c.SHIFT_MLP_DOWN),
+               c.divisor_down if c.gru else i64(1), wide, scales)
+        kept_rows(kept, BEFORE, slot, first, count, u)
+        for r in range(count):
+            for i in range(4 * H):
+                inner[r, i] = f32(f32(f32(wide[r, i]) * scales[r]) * f32(c.trials[1, u[r, i]]))
+        note(kept, OF_UP, slot, first, count, inner, u, exponents)
+        handed(c, up, layer, u, exponents, count, i64(0) if c.gru else c.SHIFT_MLP_UP, c.divisor if c.gru else i64(1),
+               y, scales)
+        kept_rows(kept, NORMED_2, slot, first, count, x)
+        nothing_below(below, along)
+        add_below(y, count, scales, x, below, along)
+        through_norm(c, kept, ln, layer, first, count, below, along, x)
+
+
+@inlined
+def scale_credit(kept, param, layer, first, count):
+    """The residual stream's credits times the factors of amax."""
+    for r in range(first, first + count):
+        scale = kept.scales[r, param, layer]
+        for i in range(kept.credit.shape[1]):
+            kept.credit[r, i] = f32(kept.credit[r, i] * scale)
+
+
+@leaf
+def note_embedding(c, kept, rows):
+    x, exponents = local((GROUP, c.HIDDEN_DIM), np.uint8), local(GROUP, i32)
+    for first in range(0, rows, GROUP):
+        note(kept, OF_EMBEDDING, i64(0), first, min(GROUP, rows - first), kept.credit[first:], x, exponents)
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+
+@njit
+def operand(kept, name, layer, top, out):
+    """out int8 [>= rows, units]: credits with the exponent `top` of their chunk; rows beyond those kept are 0."""
+    place = kept.places[name, layer]
+    for r in range(out.shape[0]):
+        row, unit = kept.bytes[r, place:], power(i32(kept.exponents[r, name, layer] - i32(top)))
+        if kept.exponents[r, name, layer] == DEAD:
+            for i in range(out.shape[1]):
+                out[r, i] = 0
+        else:
+            for i in range(out.shape[1]):
+                out[r, i] = whole(f32(i32(row[i]) - i32(128)), unit, FULL)
+
+
+@njit
+def inputs_of(kept, name, layer, words):
+    """words uint32 [inputs, rows / 4]: kept inputs of matrices, four positions a word."""
+    place = kept.places[name, layer]
+    for k in range(words.shape[1]):
+        a, b, c, d = (kept.bytes[4 * k, place:], kept.bytes[4 * k + 1, place:], kept.bytes[4 * k + 2, place:],
+                      kept.bytes[4 * k + 3, place:])
+        for i in range(words.shape[0]):
+            words[i, k] = a[i] | b[i] << 8 | c[i] << 16 | d[i] << 24
+
+
+@njit
+def add_products(x, credits, votes):
+    """votes int32 [inputs, units padded to PANEL] += x . credits: x uint8 [inputs, n], moved by 128; credits int8 [n,
+    units]; n a multiple of 4."""
+    for p in range(votes.shape[1] // PANEL):
+        add_product(x, credits[:, p * PANEL:(p + 1) * PANEL], votes, p)
+
+
+@njit
+def add_sums(credits, votes):
+    """votes int32 [units] += the sums of credits int8 [n, units]."""
+    for r in range(credits.shape[0]):
+        for i in range(credits.shape[1]):
+            votes[i] += i32(credits[r, i])
+
+
+@njit
+def add_looked_up(credits, tokens, factor, votes):
+    """votes int32 [V, H] += credits int8 [>= n, H] times `factor`, rounded, in the rows of tokens int32 [n]."""
+    for r in range(tokens.size):
+        for i in range(credits.shape[1]):
+            votes[tokens[r], i] += whole(f32(i32(credits[r, i])), factor, i32(1 << 30))
+
+
+@njit
+def add_up(sums, first, end):
+    """int64: the total size of columns first..end - 1 of sums int32 [threads, n], after all rows are added to the
+    first."""
+    total, all_ = i64(0), sums[0, first:end]
+    for k in range(1, sums.shape[0]):
+        its = sums[k, first:end]
+        for i in range(its.size):
+            all_[i] += its[i]
+    for i in range(all_.size):
+        total += abs(i64(all_[i]))
+    return total
+
+
+@njit
+def signs(sums, by_column, least, out, first, end):
+    """out int8 [rows / 4, cols, 4], or [1, cols, 1], blocks first..end - 1: the signs of sums of at least this size, else
+    0. sums int32 [rows, >= cols], by column: [cols, rows]."""
+    group = out.shape[2]
+    for block in range(first, end):
+        for col in range(out.shape[1]):
+            for k in range(group):
+                r = group * block + k
+                vote = i64(sums[col, r] if by_column else sums[r, col])
+                out[block, col, k] = (vote >= least) - (vote <= -least)
