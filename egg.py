@@ -28,7 +28,9 @@ except Exception as error:                               # a slip in an edit of 
     number = getattr(error, "lineno", trace.tb_lineno)
     line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
     place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
-    advice = ": text needs quotes" if isinstance(error, NameError) else ""
+    advice = ""
+    if isinstance(error, NameError):
+        advice = ": == sets nothing: write =" if "==" in line.partition("#")[0] else ": text needs quotes"
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer, let_go
@@ -188,11 +190,16 @@ def chosen(args, run):
     return run or vars(args).get("load_dir") or args.preset or os.environ.get("EGG_PRESET")
 
 
+def decides():
+    """[name]: the edited constants of egg_config.py that choose a model."""
+    return [name for name in egg_config.edited() if name in egg_config.DETERMINING]
+
+
 def of_directory_or_machine(args):
     """The same; where nothing chose a model, also no edit of egg_config.py, args.preset becomes that for this machine.
     """
     saved, run = of_directory(args)
-    args.taken = not chosen(args, run) and egg_config.make().fingerprint() == egg_config.SHIPPED
+    args.taken = not chosen(args, run) and not decides()
     if args.taken:
         _, device = egg_config.overrides(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
         args.preset = hardware.preset(egg_config.make(DEVICE=device))
@@ -239,7 +246,7 @@ def begun(cfg, args):
 def what_suits(cfg, args, presets):
     """A line for a coordinator or a worker, which need the same settings, that has the slow ones as nothing chose; or
     None."""
-    if not chosen(args, args.run) and cfg.fingerprint() == egg_config.SHIPPED:
+    if not chosen(args, args.run) and cfg.saved() == egg_config.make(**egg_config.SHIPPED).saved():
         return f"no preset: the slow settings of d-eggs; {presets} (coordinator and workers alike)"
 
 
@@ -256,6 +263,9 @@ def train(cfg, args):
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
+    elif not chosen(args, args.run):
+        console.line(f"egg_config.py decides, as {listed(decides())} is edited there (--preset {hardware.preset(cfg)}: "
+                     "what suits this machine)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with begun(cfg, args):
@@ -741,7 +751,23 @@ def configured(argv):
                           begins=args.begins)
     if vars(args).get("port", 0) is None:
         args.port = cfg.PORT
+    if (line := overruled(cfg, args)) and not vars(args).get("quiet"):
+        Printer(sys.stderr).line("egg: " + line)
     return args, cfg
+
+
+def overruled(cfg, args):
+    """A line about edits of egg_config.py in place of which a preset or a saved run has its values; "" without any."""
+    sources = egg_config.overrides(args.preset, args.defines)
+    names = [name for name in egg_config.edited() if getattr(cfg, name) != egg_config.CONSTANTS[name].value
+             and not sources.get(name, ("",))[0].endswith(name)]         # of -D and EGG_* the user knows
+    source = sources[names[0]][0] if names and names[0] in sources else "the saved run"
+    return names and f"egg_config.py sets {listed(names)}, but {source} has its own: give -D if you mean it"
+
+
+def listed(names):
+    """The first three of some names, and the number of others."""
+    return ", ".join(names[:3]) + f" (and {len(names) - 3} more)" * (len(names) > 3)
 
 
 def objective_of(args):

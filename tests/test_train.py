@@ -337,10 +337,6 @@ def test_without_samples_the_end_has_none(bytes_here, compiled):
 
 # --- the first command ------------------------------------------------------------------------------------------------
 
-def test_the_fingerprint_of_the_unedited_constants():
-    assert egg_config.SHIPPED == make().fingerprint()
-
-
 @fixture
 def started(here, monkeypatch, capsys):
     """What `train` would start: started(device, arguments) -> (cfg, the line about the preset)."""
@@ -375,8 +371,37 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
         assert started(device)[0].shared() == fast.changed(SEQ_LEN=32).shared()
         patch.setenv("EGG_PRESET", "deggs")
         assert started(device)[0].shared() == deggs.changed(SEQ_LEN=32).shared()
-    monkeypatch.setattr(egg_config, "SHIPPED", "of another file: this one was edited")
-    assert started(device) == (deggs, "")
+
+
+def edit(monkeypatch, name, value):
+    """As if this constant were edited in egg_config.py."""
+    monkeypatch.setitem(egg_config.CONSTANTS, name, egg_config.CONSTANTS[name]._replace(value=value))
+
+
+def test_only_what_a_model_depends_on_chooses_one(started, monkeypatch):
+    """And what the file says and nobody uses is told."""
+    edit(monkeypatch, "SAMPLING_TEMP", 0.8)
+    edit(monkeypatch, "PORT", 7)
+    cfg, said = started("cpu")
+    assert (cfg.MODEL, cfg.SAMPLING_TEMP, cfg.PORT) == ("gru", 0.8, 7) and "taking the preset laptop" in said
+    edit(monkeypatch, "VALIDATE_EVERY", 7)
+    assert started("cpu")[0].VALIDATE_EVERY == 50 and started("cpu", "-D VALIDATE_EVERY=7")[0].VALIDATE_EVERY == 7
+    edit(monkeypatch, "N_LAYERS", 2)
+    cfg, said = started("cpu")
+    assert cfg == make() and said == ("egg_config.py decides, as N_LAYERS is edited there (--preset laptop: what suits "
+                                      "this machine)\n")
+
+
+def test_an_edit_that_is_overruled_is_told(here, monkeypatch):
+    open_run(make(), "ckpt").close()
+    edit(monkeypatch, "LR_SCHEDULE", ((0, 7.0),))
+    edit(monkeypatch, "N_LAYERS", 3)
+    edit(monkeypatch, "SAMPLE_EVERY", 3)
+    for line, says in (("arch", ""), ("arch -D N_LAYERS=4", ""), ("arch --preset deggs", ""),
+                       ("arch --preset best", "egg: egg_config.py sets N_LAYERS, LR_SCHEDULE, SAMPLE_EVERY, but "
+                        "--preset best has its own: "),
+                       ("generate --load-dir ckpt --tokens 1", "SAMPLE_EVERY, but the saved run has its own: ")):
+        assert says in (told := run(line, preset="").stderr) and ("egg_config.py" in told) == bool(says), line
 
 
 def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
