@@ -528,8 +528,8 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
-    values = {**(UNSET if saved else {}), **{name: _tuples(value) for name, value in dict(saved).items()
-                                             if (name, value) not in GONE.items()}}
+    values = {name: _tuples(value) for name, value in {**(LACKING if saved else {}), **dict(saved)}.items()
+              if (name, value) not in GONE.items()}
     if unknown := values.keys() - CONSTANTS.keys():
         raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
                           "that made it")
@@ -714,6 +714,8 @@ def line_of(path, word):
 
 SHIPPED = {_name: _parse(_name, _text, "SHIPPED") for _name, _, _text in
            (_word.partition("=") for _word in SHIPPED.split()) if _name in CONSTANTS}
+# what a saved run has that lacks a constant, as JSON returns it
+LACKING = json.loads(json.dumps({name: SHIPPED[name] for name in SHIPPED.keys() & DETERMINING} | UNSET | GONE))
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:
     _preset |= {_name: _parse(_name, _text, "PRESETS") for _name, _text in _preset.items() if isinstance(_text, str)}
 

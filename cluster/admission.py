@@ -156,9 +156,9 @@ class Admission:
     @functools.cached_property
     def config_digest(self):
         """Older workers compare it with theirs, of what differs from an egg_config.py that nobody has edited."""
-        shipped, ours = ({**egg_config.UNSET, **each.saved()} for each in (
-            egg_config.make(**egg_config.SHIPPED), self.cfg))
-        return snapshots.config_digest({name: value for name, value in ours.items() if value != shipped[name]})
+        shipped = egg_config.make(**egg_config.SHIPPED).saved()
+        return snapshots.config_digest({name: value for name, value in self.cfg.saved().items()
+                                        if value != shipped.get(name)})
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""

@@ -657,8 +657,7 @@ def unzip(data, size):
 def difference(there, here, where=("there", "here")):
     """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
     where what matters most comes first, as one text, with the number of the others; "" where they agree."""
-    there, here = ({**egg_config.GONE, **json.loads(json.dumps(egg_config.UNSET)), **constants}
-                   for constants in (there, here))
+    there, here = ({**egg_config.LACKING, **constants} for constants in (there, here))
     foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
     texts = []
     for name in (*egg_config.CONSTANTS, *sorted(foreign)):
