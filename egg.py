@@ -547,11 +547,15 @@ def runs(cfg, args):
 
 @command()
 def arch(cfg, args):
-    """print the architecture: parameters, sizes, what a step costs
+    """print the architecture: parameters, sizes, what a step costs, on a CPU also how long it takes
 
     example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8"""
-    from tools import debug
-    print(debug.architecture(cfg))
+    from cluster import history
+    from tools import debug, train
+    say = Printer().line
+    say(debug.architecture(cfg))
+    if hardware.devices(cfg) == ["cpu"] and sum(history.sizes(cfg)) <= UNASKED:
+        say("\n".join(train.pace(cfg, train.trial_engine(cfg, say))))
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "

@@ -10,13 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 from unittest import mock
 
+import numpy as np
 from pytest import fixture, mark, raises
 
 import egg
 import egg_config
+import egg_net
 from egg_config import make
 from cluster.console import Console, stop_signals
 from cluster.history import configuration, discard, newest, open_run, read_run, snapshot_name
@@ -25,6 +28,7 @@ from engine import hardware
 from tools import train, use
 from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
 from coordinators import filled
+from fakes import Lines
 from recordings import HERE, digests, python
 from readings import configured
 
@@ -371,6 +375,35 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
         assert started(device)[0].shared() == fast.changed(SEQ_LEN=32).shared()
         patch.setenv("EGG_PRESET", "deggs")
         assert started(device)[0].shared() == deggs.changed(SEQ_LEN=32).shared()
+
+
+def test_the_time_of_a_step_is_told_before_the_first(bytes_here, monkeypatch, compiled):
+    """And by `arch`; where it is long, and where there is no VNNI, what that means."""
+    said = succeeds(run("train --steps 1", *bytes_here))
+    line = line_with("a step of ", said)
+    assert re.fullmatch(r"a step of \d+ models takes about [\d.e-]+ s here", line) and "1 steps are too few" in said
+    assert said.index(line) < said.index("worker: ") and "VNNI" not in said
+    assert line_with("a step of ", succeeds(run("arch", *bytes_here)))
+    slow = mock.Mock(**{"evaluate.side_effect": lambda *_: time.sleep(0.3)})
+    slow.name = "cpu madd x2"
+    lines = train.pace(make(), slow)
+    assert re.match(r"a step of 327,680 models takes about [\d,]+ min here: --preset laptop, a GPU or ", lines[0])
+    assert lines[1].startswith("this processor has no VNNI") and len(train.pace(make(SIMD="madd"), slow)) == 1
+    slow.name = "NVIDIA H200"
+    assert train.pace(make(), slow) == []
+
+
+def test_the_mark_to_beat_is_said_in_words(bytes_here, monkeypatch, compiled):
+    """And why the two figures of a line have two units."""
+    said = succeeds(run("train --steps 1 --save-dir new", *bytes_here))
+    assert re.search(r"for comparison, .*bigram [\d.]+: a table of pairs, the mark to beat$", said, re.M)
+    assert "loss is in" not in said and 'a table of pairs ("bigram"): ' in succeeds(run("plot new"))
+    tokens, known = np.arange(300, dtype=np.uint32) % 300, mock.Mock(unit="bits/byte", n_bytes=300)
+    known.windows = np.zeros((10, 11), np.int32)
+    monkeypatch.setattr("model.data_files.references", lambda *_: {"bigram": 1.0})
+    lines = Lines()
+    train.print_references(make(), train.Data(tokens, known, None), egg_net.Console(lines))
+    assert "loss is in bits/token, as windows are cut in tokens; val in bits/byte: a token has 3.00 bytes" in lines.text
 
 
 def edit(monkeypatch, name, value):

@@ -69,7 +69,7 @@ def test_validation_and_samples_reach_the_console(tmp_path):
         server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
                     decoding=data_files.load_decoding(CFG))
     assert re.findall("^  sample at step (.*)$", server.said, re.M) == [
-        "0: ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]          # the last at the end
+        "0: (given >>> what the model adds) ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]
     # (step + 1) / ln 2 / 12
     assert re.findall(r"^Step (\d).*Val: (.*) bits/byte$", server.said, re.M) == [("0", "0.12"), ("2", "0.36")]
 

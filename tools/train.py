@@ -8,18 +8,22 @@ import socket
 import time
 from collections import namedtuple
 
+import numpy as np
+
 import egg_net
 from cluster import auth
 from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, UsageError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, loss_unit, sha256_of
 from engine import hardware
 from model import data_files, parameters
 
 RESTARTS = 3               # of a worker process, before training gives up
 FINAL_SECONDS = 30.0       # limit for the workers to apply the last update, and for one to measure and send its state
 LEAVE_SECONDS = 5.0        # limit for each of them to end
-SLOW_SECONDS = 30.0        # a first step that takes longer on a CPU gets advice
+SLOW_STEP = 60.0           # seconds; a longer step gets advice
+SLICE_SECONDS = 0.3        # least time of an evaluation that is measured
+FEW_STEPS = 50             # after fewer nobody can judge
 COMPILING = "(once; about 15 s)"
 
 
@@ -53,8 +57,12 @@ def print_references(cfg, data, console, emit=None):
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} {units}\n"
-                 f"for comparison, in {data.validation.unit}: {_listed(references)}")
+    count, known = data.validation.windows[:, 1:].size, data.validation
+    console.line(f"{cfg.VAL_FILE}: validation on {count:,} {units}\n"
+                 f"for comparison, in {known.unit}: {_listed(references)}: a table of pairs, the mark to beat")
+    if known.unit not in (unit := loss_unit(cfg.constants())[1]):
+        console.line(f"loss is in {unit}, as windows are cut in tokens; val in {known.unit}: a token has "
+                     f"{known.n_bytes / count:.2f} bytes")
     if emit:
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
     return references
@@ -74,6 +82,13 @@ def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
         raise hardware.EngineError(str(error)) from None
 
 
+def trial_engine(cfg, log):
+    """A CpuEngine without data, to be measured."""
+    from engine import cpu_engine
+    cpu_engine.warm_up(cfg, log)
+    return cpu_engine.CpuEngine(cfg, np.arange(1 << 16, dtype=np.uint32) % cfg.VOCAB_SIZE)
+
+
 def start_engine(cfg, data, device, threads, log):
     """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
     about compiling. Raises EngineError."""
@@ -84,6 +99,32 @@ def start_engine(cfg, data, device, threads, log):
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
     return engine
+
+
+def few_members(cfg, engine):
+    """(members, seconds that their evaluation takes): of whole windows, SLICE_SECONDS long, or a chunk."""
+    count, seconds = cfg.READERS, 0.0
+    while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
+        count = min(2 * count, cfg.CHUNK_SIZE)
+        for _ in range(1 + (count == 2 * cfg.READERS)):      # the first also makes the table of soft targets
+            started = time.perf_counter()
+            engine.evaluate(0, count)
+            seconds = time.perf_counter() - started
+    return count, seconds
+
+
+def pace(cfg, engine):
+    """[line]: how long a step takes here, measured on a CPU, and what to choose where that is long."""
+    if not engine.name.startswith("cpu") or cfg.OBJECTIVE:
+        return []
+    count, seconds = few_members(cfg, engine)
+    seconds *= cfg.POPULATION_SIZE / count
+    lines = [f"a step of {cfg.POPULATION_SIZE:,} models takes about " + (
+        f"{seconds:.2g} s here" if seconds < SLOW_STEP else
+        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster")]
+    if "vnni" not in engine.name and cfg.SIMD == "auto":
+        lines.append("this processor has no VNNI instructions: int8 products take two to three times as long")
+    return lines
 
 
 @contextlib.contextmanager
@@ -120,6 +161,8 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
     data = open_data(cfg, console)
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
+    for line in pace(cfg, engine):
+        console.line(line)
     # a ban shall not hit the other workers of this host
     name = name or f"{socket.gethostname()}/{device}" + f"-{os.getpid()}" * (device == "cpu")
     try:
@@ -133,14 +176,15 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
-    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("spent", texts for Console.spent), ("error", line). When the coordinator has closed, it
-    ends."""
+    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line) about compiling,
+    ("line", line), ("ready", name of the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
+        for line in pace(cfg, engine):
+            pipe.send(("line", line))
         with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
             console = Console(quiet=True)
@@ -199,9 +243,8 @@ class Training:
             self.console.progress(f"starting: {self.status} {waited}")
         elif self.coordinator.progress.loss is None:
             done = len(self.coordinator.dispatcher.work.done)
-            slow = seconds > SLOW_SECONDS and self.children[0].device == "cpu"
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
-                                  "the start" + slow * " (faster: a GPU, --preset laptop, a smaller POPULATION_SIZE)")
+                                  "the start")
 
     def _handle(self, child, kind, value):
         match kind:
@@ -210,6 +253,8 @@ class Training:
             case "log":
                 self.status = value
                 self.console.line(f"starting: {value} {COMPILING}")
+            case "line":
+                self.console.line(value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -281,6 +326,8 @@ def _sum_up(coordinator, references):
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
         console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
+        if coordinator.run.step < FEW_STEPS:
+            console.line(f"{coordinator.run.step} steps are too few to judge")
     if done.rewards:
         console.line(f"reward: {done.rewards[0][1]:.4f} before, {done.rewards[-1][1]:.4f} after, on held-out prompts")
 
