@@ -176,7 +176,7 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
-    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line) about compiling,
+    """The main function of a worker process. Reports (kind, value) go through `pipe`: ("log", line about compiling),
     ("line", line), ("ready", name of the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
