@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -115,7 +116,8 @@ COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
 MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
-    option("--steps N", "stop when the run has N steps", COUNT),
+    option("--steps N", "stop when the run has N steps; those of --load-dir count, but for a run that begins with an "
+           "objective, which counts from 1", COUNT),
     option("--minutes N", "stop N minutes after the first chunk of work was handed out", MINUTES),
     option("--target X", "stop when a validation is X or better, bits/byte", number(float, 0.001, 64)),
     option("--patience N", "stop after N validations in a row that were no better than the best", COUNT),
@@ -158,6 +160,7 @@ CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADD
 
 DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number "
                "of machines.")
+NO_CONSTANTS = "plot", "runs", "key"     # commands to which no constant matters
 COMMANDS = {}               # name: (function, options, source of saved constants)
 
 
@@ -521,7 +524,7 @@ def debug(cfg, args):
     debug.report(cfg, load(cfg, args), tokens, Printer(), args.json)
 
 
-@command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
+@command(option("runs RUN", "a save directory, or a file of --log-json (default: the newest ckpt*)", nargs="*"),
          option("--out FILE.png", "write a picture (needs matplotlib; also .svg and .pdf)"),
          option("--x {tokens,time,steps}", "the x axis (default: tokens)", choices=("tokens", "time", "steps"),
                 default="tokens"),
@@ -532,8 +535,9 @@ def plot(cfg, args):
     examples:
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
+    from cluster import history
     from tools import curves
-    curves.plot(args.runs, Printer(), args.x, args.out, args.log)
+    curves.plot(args.runs or [history.newest()], Printer(), args.x, args.out, args.log)
 
 
 @command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
@@ -687,6 +691,9 @@ class Version(argparse.Action):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
+        if typed := re.search("argument COMMAND: invalid choice: '(.*?)'", message):
+            import difflib
+            message += "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(typed[1], COMMANDS, 1))
         for name in message.rpartition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
@@ -705,10 +712,13 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)
-        sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
-                         help="set a constant of egg_config.py; can be repeated")
-        sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None, defines=[],
+                         preset=None)
+        if name not in NO_CONSTANTS:
+            sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
+                             help="set a constant of egg_config.py; can be repeated")
+            sub.add_argument("--preset", choices=sorted(egg_config.PRESETS),
+                             help="start from a ready-made configuration")
         for item in options:
             if isinstance(item, str) and item not in COMMON:
                 group = sub.add_argument_group(*item.split(": ", 1))

@@ -3,6 +3,7 @@
 import math
 
 import egg
+from egg_config import UsageError
 from model import data_files
 from tools import use
 
@@ -15,11 +16,16 @@ class Model:
 
     def generate(self, prompt, tokens=200, seed=1, **settings):
         """str: what follows the prompt. settings: temp, min_p, penalty; stops: [bytes] before which it ends."""
+        if tokens < 1 or not all(isinstance(stop, bytes) and stop for stop in settings.get("stops", ())):
+            raise UsageError(f"tokens = {tokens}, stops = {settings.get('stops', [])!r}: at least 1 token, and texts "
+                             'as [b"."]')
         pieces = use.continuation(self.cfg, self.decoding, self.engine, prompt.encode(), tokens, seed, **settings)
         return "".join(use.stream(pieces))
 
     def score(self, text):
         """Bits per byte of a text, the first token aside, which nothing precedes; read in windows, as by `eval`."""
+        if not text:
+            raise UsageError("the text to score is empty")
         tokens = data_files.encoded(self.cfg, self.decoding, text.encode())
         nats = n_bytes = 0
         while tokens.size > 1:                       # whole windows, then the rest

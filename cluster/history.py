@@ -501,7 +501,7 @@ def discard(directory):
 
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
-    with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):
+    with explained(HistoryError, directory, "give the directory of a saved run"):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
@@ -533,7 +533,7 @@ def newest(pattern="ckpt*"):
     directories = [name for name in glob.glob(pattern) if holds_run(name)]
     if not directories:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
-                           "or give its directory with --load-dir")
+                           "or give its directory")
     return max(directories, key=rank)
 
 

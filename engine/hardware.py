@@ -110,9 +110,12 @@ def start_process(main, *arguments):
     process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
     multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = type(sys)("__main__")          # which it needs not: a script may train without a guard
     try:
         process.start()
     finally:
+        sys.modules["__main__"] = script
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     return process, ours

@@ -10,7 +10,7 @@ from pytest import mark
 
 import commands
 import egg_net
-from cluster import wire
+from cluster import dispatch, wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import data_files, rules, steps
 from model.steps import pack_digits
@@ -118,6 +118,31 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
             coordinator.communicate(timeout=60)
     assert worker.returncode == 0 == coordinator.returncode
     assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
+
+
+def test_a_worker_in_the_middle_of_a_chunk_learns_of_the_end(tmp_path):
+    """Its result finds the connection closed; what was told before that is read."""
+    with Server(tmp_path, steps=1, drain=0) as server:
+        slow, quick = Peer2(server), Peer2(server)
+        assert slow.chunk(0) == 0
+        quick.works(0, 3)
+        quick.chunk(0)                                            # a copy of that of the slow one
+        quick.result(0, 0)
+    with refused("the run has ended after 1 steps"):
+        for _ in range(9):
+            slow.result(0, 0)
+            sleep(0.01)
+
+
+def test_a_worker_that_is_alone_may_take_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 0.05)
+    with Server(tmp_path, CFG.changed(STRAGGLER_TIMEOUT=0.1), steps=1) as server:
+        peer = Peer2(server)
+        peer.works(0, 3)
+        assert peer.chunk(0) == 96
+        sleep(0.5)
+        peer.result(0, 96)
+    assert "handed out again" not in server.said
 
 
 SEED1 = steps.next_seed(42, 0)

@@ -91,17 +91,11 @@ def bench_steps(cfg, device, threads, seconds=15):
         f"{cfg.POPULATION_SIZE:,} members, {cfg.N_CHUNKS / step:,.1f} chunks/s")
 
 
-def seconds_of(run):
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
 def median_seconds(run, seconds=0.5):
     """Median time of run(), after two calls that compile, capture and fill caches: of as many as take `seconds`, and
     of ROUNDS where that takes no more than ten times as long. Clocks fall when a device is busy for long."""
     run(), run()
     times = []
     while sum(times) < seconds or len(times) < ROUNDS and sum(times) < 10 * seconds:
-        times.append(seconds_of(run))
+        times.append(train.seconds_of(run))
     return statistics.median(times)

@@ -105,12 +105,15 @@ def few_members(cfg, engine):
     """(members, seconds that their evaluation takes): of whole windows, SLICE_SECONDS long, or a chunk."""
     count, seconds = cfg.READERS, 0.0
     while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
-        count = min(2 * count, cfg.CHUNK_SIZE)
-        for _ in range(1 + (count == 2 * cfg.READERS)):      # the first also makes the table of soft targets
-            started = time.perf_counter()
-            engine.evaluate(0, count)
-            seconds = time.perf_counter() - started
+        count = min(2 * count, cfg.CHUNK_SIZE)       # the first evaluation also makes the table of soft targets
+        seconds = min(seconds_of(lambda: engine.evaluate(0, count)) for _ in range(2))
     return count, seconds
+
+
+def seconds_of(run):
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def pace(cfg, engine):
