@@ -563,9 +563,10 @@ def arch(cfg, args):
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
-                 ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
+                 ".gz, .xz, .bz2, .zst, and .jsonl", nargs="+"),
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, as with less than 200,000 "
                      "bytes to train on if nothing is said", "VOCAB_SIZE"),
+         option("--field NAME", "field of JSON lines that holds the text (default: text)", default="text"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
@@ -583,9 +584,11 @@ def prepare(cfg, args):
         # a preset that reads the tokens as bytes still wants tokens in the file
         wanted = egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE
     gpu = hardware.devices(cfg) != ["cpu"]
-    say = Printer().line
+    printer = Printer()
+    say = printer.line
     advise = functools.partial(prepare.training_on, args.out, gpu)
-    say("next: " + command_line("train", *prepare.prepare(args.texts, wanted, args.val, args.out, say, advise)))
+    say("next: " + command_line("train", *prepare.prepare(args.texts, wanted, args.val, args.out, say, advise,
+                                                            printer.progress, args.field)))
 
 
 @command("--threads", "--gpu")

@@ -271,7 +271,7 @@ def test_the_end_has_a_snapshot_and_some_stay_for_good(bytes_here, compiled):
     succeeds(run("train --load-dir ckpt@5 --steps 5 -D LR_SCHEDULE=0:0.125"))
     table = [line.split(maxsplit=4) for line in succeeds(run("runs")).splitlines()]
     assert [(name, steps) for name, steps, *_ in table] == [("run", "steps"), ("ckpt", "15"), ("ckpt-2", "6"),
-                                                            ("ckpt-3", "0")]
+                                                            ("ckpt-3", "5")]
     assert table[1][3] == "bits/byte" and "LR_SCHEDULE=0:0.125" in table[3][-1] and "N_LAYERS" not in str(table)
 
 
