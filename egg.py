@@ -14,7 +14,6 @@ import contextlib
 import functools
 import importlib
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -29,9 +28,7 @@ except Exception as error:                               # a slip in an edit of 
     number = getattr(error, "lineno", trace.tb_lineno)
     line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
     place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
-    advice = ""
-    if isinstance(error, NameError):
-        advice = ": == sets nothing: write =" if "==" in line.partition("#")[0] else ": text needs quotes"
+    advice = ": text needs quotes, and == sets nothing" if isinstance(error, NameError) else ""
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer, let_go
@@ -160,7 +157,6 @@ CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADD
 
 DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number "
                "of machines.")
-NO_CONSTANTS = "plot", "runs", "key"     # commands to which no constant matters
 COMMANDS = {}               # name: (function, options, source of saved constants)
 
 
@@ -267,8 +263,8 @@ def train(cfg, args):
         where = "no GPU" if args.preset == "laptop" else "a GPU"
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     elif not chosen(args, args.run):
-        console.line(f"egg_config.py decides, as {listed(decides())} is edited there (--preset {hardware.preset(cfg)}: "
-                     "what suits this machine)")
+        console.line(f"egg_config.py decides, as {decides()[0]} is edited there (--preset {hardware.preset(cfg)} suits "
+                     "this machine)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with begun(cfg, args):
@@ -559,7 +555,7 @@ def arch(cfg, args):
     say = Printer().line
     say(debug.architecture(cfg))
     if hardware.devices(cfg) == ["cpu"] and sum(history.sizes(cfg)) <= UNASKED:
-        say("\n".join(train.pace(cfg, train.trial_engine(cfg, say))))
+        train.measure(cfg, say)
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
@@ -585,10 +581,9 @@ def prepare(cfg, args):
         wanted = egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE
     gpu = hardware.devices(cfg) != ["cpu"]
     printer = Printer()
-    say = printer.line
     advise = functools.partial(prepare.training_on, args.out, gpu)
-    say("next: " + command_line("train", *prepare.prepare(args.texts, wanted, args.val, args.out, say, advise,
-                                                            printer.progress, args.field)))
+    printer.line("next: " + command_line("train", *prepare.prepare(
+        args.texts, wanted, args.val, args.out, printer.line, advise, printer.progress, args.field)))
 
 
 @command("--threads", "--gpu")
@@ -694,9 +689,7 @@ class Version(argparse.Action):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
-        if typed := re.search("argument COMMAND: invalid choice: '(.*?)'", message):
-            import difflib
-            message += "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(typed[1], COMMANDS, 1))
+        message += egg_config.near(message.partition("invalid choice: '")[2].partition("'")[0], COMMANDS)
         for name in message.rpartition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
@@ -717,7 +710,7 @@ def parsed(argv):
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None, defines=[],
                          preset=None)
-        if name not in NO_CONSTANTS:
+        if name not in ("plot", "runs", "key"):              # to which no constant matters
             sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                              help="set a constant of egg_config.py; can be repeated")
             sub.add_argument("--preset", choices=sorted(egg_config.PRESETS),
@@ -779,12 +772,7 @@ def overruled(cfg, args):
     names = [name for name in egg_config.edited() if getattr(cfg, name) != egg_config.CONSTANTS[name].value
              and not sources.get(name, ("",))[0].endswith(name)]         # of -D and EGG_* the user knows
     source = sources[names[0]][0] if names and names[0] in sources else "the saved run"
-    return names and f"egg_config.py sets {listed(names)}, but {source} has its own: give -D if you mean it"
-
-
-def listed(names):
-    """The first three of some names, and the number of others."""
-    return ", ".join(names[:3]) + f" (and {len(names) - 3} more)" * (len(names) > 3)
+    return names and f"egg_config.py sets {', '.join(names)}, but {source} has its own: give -D if you mean it"
 
 
 def objective_of(args):

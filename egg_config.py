@@ -308,7 +308,6 @@ class UsageError(EggError):
 
 class ConfigError(UsageError):
     """About a constant: its name, the mistake, the rule."""
-    name = ""
 
 
 @contextlib.contextmanager
@@ -423,11 +422,15 @@ ELSEWHERE = {
 
 
 def _no_such(name):
-    import difflib                                   # here: no program that starts well needs it
     if here := ELSEWHERE.get(name.upper()):
         return f"no such constant in egg_config.py: here that is {here}"
-    near = difflib.get_close_matches(name.upper(), CONSTANTS, 1)
-    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
+    return "no such constant in egg_config.py" + near(name.upper(), CONSTANTS)
+
+
+def near(typed, words):
+    """The end of a message about what somebody has typed: the word that is like it, if there is one."""
+    import difflib                                   # here: no program that starts well needs it
+    return "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(typed, words, 1))
 
 
 CONSTANTS = _constants()
@@ -549,7 +552,8 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     try:
         cfg = make(values, **{name: value for name, (_, value) in sources.items()})
     except ConfigError as error:                     # a bad value is that, whatever the run has
-        if not differ or sources.get(error.name, ("",))[0].endswith(error.name):
+        name, *_ = str(error).split()
+        if not differ or sources.get(name, [""])[0].endswith(name):
             raise
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
@@ -589,16 +593,14 @@ def make(saved=(), /, **values):
 
 
 def validate(cfg, saved, given):
-    """Raises ConfigError, with the name, at the first constant, or combination of constants, that cannot work. saved,
-    given: those of a saved run, and all whose value is not that of this file."""
+    """Raises ConfigError at the first constant, or combination of constants, that cannot work. saved, given: those of a
+    saved run, and all whose value is not that of this file."""
     def need(ok, name, rule):
         if not ok:
             value, constant = getattr(cfg, name), CONSTANTS[name]
             place = "" if name in given else _place(constant.line)
             shown = text(value) if isinstance(value, constant.kind) else repr(value)
-            error = ConfigError(f"{place}{name} = {shown}: {rule}")
-            error.name = name
-            raise error
+            raise ConfigError(f"{place}{name} = {shown}: {rule}")
 
     for name, constant in CONSTANTS.items():
         value = getattr(cfg, name)

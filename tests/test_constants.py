@@ -176,9 +176,10 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
 
 @mark.parametrize("old, new, message", [
     ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
-     "MODEL: name 'transformer' is not defined: text needs quotes"),
+     "MODEL: name 'transformer' is not defined: text needs quotes, and == sets nothing"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS == 5 ", "N_LAYERS: name 'N_LAYERS' is not defined: == sets nothing: write ="),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS == 5 ",
+     "N_LAYERS: name 'N_LAYERS' is not defined: text needs quotes, and == sets nothing"),
     ("\nPRESETS = {", "\nN_LAYERS == 5\nPRESETS = {", "N_LAYERS: == sets nothing: write ="),
     ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
      f"PORT: has no effect below PRESETS: set it in line {CONSTANTS['PORT'].line}")])

@@ -82,22 +82,22 @@ def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
         raise hardware.EngineError(str(error)) from None
 
 
-def trial_engine(cfg, log):
-    """A CpuEngine without data, to be measured."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(cfg, log)
-    return cpu_engine.CpuEngine(cfg, np.arange(1 << 16, dtype=np.uint32) % cfg.VOCAB_SIZE)
+def measure(cfg, log):
+    """Tells the pace of the CPU, without data."""
+    start_engine(cfg, Data(np.arange(1 << 16, dtype=np.uint32) % cfg.VOCAB_SIZE, None, None), "cpu", None, log)
 
 
 def start_engine(cfg, data, device, threads, log):
-    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
-    about compiling. Raises EngineError."""
+    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines.
+    Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) \
         + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
     engine = make_engine(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
+        if not cfg.OBJECTIVE:                        # whose texts take their own time
+            tell_pace(cfg, engine, log)
     return engine
 
 
@@ -116,18 +116,15 @@ def seconds_of(run):
     return time.perf_counter() - began
 
 
-def pace(cfg, engine):
-    """[line]: how long a step takes here, measured on a CPU, and what to choose where that is long."""
-    if not engine.name.startswith("cpu") or cfg.OBJECTIVE:
-        return []
+def tell_pace(cfg, engine, log):
+    """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
     count, seconds = few_members(cfg, engine)
     seconds *= cfg.POPULATION_SIZE / count
-    lines = [f"a step of {cfg.POPULATION_SIZE:,} models takes about " + (
+    log(f"a step of {cfg.POPULATION_SIZE:,} models takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
-        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster")]
+        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
     if "vnni" not in engine.name and cfg.SIMD == "auto":
-        lines.append("this processor has no VNNI instructions: int8 products take two to three times as long")
-    return lines
+        log("this processor has no VNNI instructions: int8 products take two to three times as long")
 
 
 @contextlib.contextmanager
@@ -164,8 +161,6 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
     data = open_data(cfg, console)
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    for line in pace(cfg, engine):
-        console.line(line)
     # a ban shall not hit the other workers of this host
     name = name or f"{socket.gethostname()}/{device}" + f"-{os.getpid()}" * (device == "cpu")
     try:
@@ -179,15 +174,13 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
-    """The main function of a worker process. Reports (kind, value) go through `pipe`: ("log", line about compiling),
-    ("line", line), ("ready", name of the engine), ("error", line). When the coordinator has closed, it ends."""
+    """The main function of a worker process. Reports (kind, value) go through `pipe`: ("log", line), ("ready", name of
+    the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
-        for line in pace(cfg, engine):
-            pipe.send(("line", line))
         with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
             console = Console(quiet=True)
@@ -255,9 +248,7 @@ class Training:
                 raise TrainError(value)
             case "log":
                 self.status = value
-                self.console.line(f"starting: {value} {COMPILING}")
-            case "line":
-                self.console.line(value)
+                self.console.line(f"starting: {value} {COMPILING}" if value.endswith("...") else value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
