@@ -771,7 +771,7 @@ def overruled(cfg, args):
     sources = egg_config.overrides(args.preset, args.defines)
     names = [name for name in egg_config.edited() if getattr(cfg, name) != egg_config.CONSTANTS[name].value
              and not sources.get(name, ("",))[0].endswith(name)]         # of -D and EGG_* the user knows
-    source = sources[names[0]][0] if names and names[0] in sources else "the saved run"
+    source = sources[names[0]][0] if names and names[0] in sources else "the run"
     return names and f"egg_config.py sets {', '.join(names)}, but {source} has its own: give -D if you mean it"
 
 

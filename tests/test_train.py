@@ -433,7 +433,7 @@ def test_an_edit_that_is_overruled_is_told(here, monkeypatch):
     for line, says in (("arch", ""), ("arch -D N_LAYERS=4", ""), ("arch --preset deggs", ""),
                        ("arch --preset best", "egg: egg_config.py sets N_LAYERS, LR_SCHEDULE, SAMPLE_EVERY, but "
                         "--preset best has its own: "),
-                       ("generate --load-dir ckpt --tokens 1", "SAMPLE_EVERY, but the saved run has its own: ")):
+                       ("generate --load-dir ckpt --tokens 1", "SAMPLE_EVERY, but the run has its own: ")):
         assert says in (told := run(line, preset="").stderr) and ("egg_config.py" in told) == bool(says), line
 
 
