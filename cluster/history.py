@@ -501,7 +501,7 @@ def discard(directory):
 
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
-    with explained(HistoryError, directory, "give the directory of a saved run"):
+    with explained(HistoryError, directory, "give --load-dir, or runs, the directory of a saved run"):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
