@@ -16,9 +16,6 @@ class Model:
 
     def generate(self, prompt, tokens=200, seed=1, **settings):
         """str: what follows the prompt. settings: temp, min_p, penalty; stops: [bytes] before which it ends."""
-        if tokens < 1 or not all(isinstance(stop, bytes) and stop for stop in settings.get("stops", ())):
-            raise UsageError(f"tokens = {tokens}, stops = {settings.get('stops', [])!r}: at least 1 token, and texts "
-                             'as [b"."]')
         pieces = use.continuation(self.cfg, self.decoding, self.engine, prompt.encode(), tokens, seed, **settings)
         return "".join(use.stream(pieces))
 
