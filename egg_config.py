@@ -264,16 +264,6 @@ DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
 # --- the program: nothing to edit from here on -----------------------------------------------------------------------
 
-AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
-ROOT = os.path.dirname(os.path.abspath(__file__))
-DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
-KINDS = {int: "a whole number", float: "a number", str: "text"}
-# the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
-         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
-# constants that are gone, with the value that every run has: older programs store and send it
-GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 # the values above as they were shipped: what is edited is known by that
 SHIPPED = """
     MODEL=transformer HIDDEN_DIM=256 HEAD_DIM=64 N_LAYERS=4 SEQ_LEN=64 STATE_TOKENS=0 MLP_RELU=0
@@ -293,6 +283,17 @@ SHIPPED = """
     VALIDATE_TOKENS=65536 VALIDATE_WINDOW=0 INPUT_FILE=input.bin VAL_FILE=val.bin DECODING_FILE=decoding.bin
     DECODING_SHA256= DETOKENIZE=0 PORT=12345 STRAGGLER_TIMEOUT=90.0 AUDIT_RATE=0.01 SNAPSHOT_EVERY=100
     KEEP_EVERY=0 IDLE_TIMEOUT=600.0 DEVICE=auto SIMD=auto TENSOR_CORES=auto"""
+
+AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
+ROOT = os.path.dirname(os.path.abspath(__file__))
+DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
+KINDS = {int: "a whole number", float: "a number", str: "text"}
+# the value of constants with which nothing differs from a program that lacks them
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
+         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+# constants that are gone, with the value that every run has: older programs store and send it
+GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
