@@ -386,7 +386,12 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             with contextlib.closing(Link(cfg, host, port, version, access, card)) as link:
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
-                worker.serve(link)
+                try:
+                    worker.serve(link)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        link.any_of((), 1.0)         # what it has told before it went, as that the run has ended
+                    raise
         except RunEnded as error:
             log(error)
             return worker.chunks

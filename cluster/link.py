@@ -1,6 +1,5 @@
 """A worker's connection to its coordinator: blocking, with heartbeats, introduced when it is made."""
 
-import contextlib
 import functools
 import math
 import socket
@@ -98,12 +97,7 @@ class Link:
 
     def send(self, data):
         self.sock.settimeout(SEND_TIMEOUT)
-        try:
-            self.sock.sendall(data)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self.any_of((), 1.0)                 # what it has told before it went, as that the run has ended
-            raise
+        self.sock.sendall(data)
         self.sent_at = time.monotonic()
 
     def say(self, opcode, *fields):

@@ -120,18 +120,19 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
     assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
 
 
-def test_a_worker_in_the_middle_of_a_chunk_learns_of_the_end(tmp_path):
-    """Its result finds the connection closed; what was told before that is read."""
+def test_a_worker_in_the_middle_of_a_chunk_learns_of_the_end(tmp_path, monkeypatch):
+    """Between two slices it finds the connection closed; what was told before that is read."""
+    monkeypatch.setattr(egg_net.Worker, "slice", 2)
+    slow, lines = FakeEngine(CFG, 0.2), Lines()
     with Server(tmp_path, steps=1, drain=0) as server:
-        slow, quick = Peer2(server), Peer2(server)
-        assert slow.chunk(0) == 0
+        thread = server.work(slow, lines=lines)
+        until(lambda: slow.evaluated)
+        quick = Peer2(server)
+        quick.ask = functools.partial(quick.ask, digest=FakeEngine().digest())
         quick.works(0, 3)
-        quick.chunk(0)                                            # a copy of that of the slow one
-        quick.result(0, 0)
-    with refused("the run has ended after 1 steps"):
-        for _ in range(9):
-            slow.result(0, 0)
-            sleep(0.01)
+        quick.result(0, quick.chunk(0))                           # a copy of that of the slow one
+    thread.join(60)
+    assert "the run has ended after 1 steps" in lines.text
 
 
 def test_a_worker_that_is_alone_may_take_its_time(tmp_path, monkeypatch):

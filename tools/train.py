@@ -103,7 +103,7 @@ def start_engine(cfg, data, device, threads, log):
 
 def few_members(cfg, engine):
     """(members, seconds that their evaluation takes): of whole windows, SLICE_SECONDS long, or a chunk."""
-    count, seconds = cfg.READERS, 0.0
+    count, seconds = (2 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE) // 2, 0.0
     while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
         count = min(2 * count, cfg.CHUNK_SIZE)       # the first evaluation also makes the table of soft targets
         seconds = min(seconds_of(lambda: engine.evaluate(0, count)) for _ in range(2))
