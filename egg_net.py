@@ -386,7 +386,12 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             with contextlib.closing(Link(cfg, host, port, version, access, card)) as link:
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
-                worker.serve(link)
+                try:
+                    worker.serve(link)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        link.any_of((), 1.0)         # what it has told before it went, as that the run has ended
+                    raise
         except RunEnded as error:
             log(error)
             return worker.chunks
@@ -522,13 +527,6 @@ class RemoteWorker(Role):
         self.offered.add(shelf.sha256[step])
         self.session.reply(wire.REBUILD, step)
 
-    def dismiss(self):
-        """Ends the connection. After a planned end the worker need not wait for the coordinator."""
-        if self.coordinator.finished and self.version == V2:
-            why = f"the run has ended after {self.coordinator.run.step} steps"
-            self.session.reply(wire.ERROR, wire.ENDED, why.encode())
-        self.session.close()
-
     def closed(self):
         self.coordinator.worker_left(self)
 
@@ -613,11 +611,14 @@ class Coordinator:
             self.page.farewell()
 
     def dismiss(self):
-        """Ends the connections of the workers; the page is still served."""
+        """Ends the connections of the workers, who after a planned end need not wait for us; the page is still served.
+        """
         self.closing = True
         self.console.clear()
-        for worker in list(self.dispatcher.workers):
-            worker.dismiss()
+        for session in [*self.admission.arrivals, *(worker.session for worker in self.dispatcher.workers)]:
+            if self.finished and session.version == V2:
+                session.reply(wire.ERROR, wire.ENDED, f"the run has ended after {self.run.step} steps".encode())
+            session.close()
 
     def drain(self, seconds):
         """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot and

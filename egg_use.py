@@ -3,6 +3,7 @@
 import math
 
 import egg
+from egg_config import UsageError
 from model import data_files
 from tools import use
 
@@ -20,6 +21,8 @@ class Model:
 
     def score(self, text):
         """Bits per byte of a text, the first token aside, which nothing precedes; read in windows, as by `eval`."""
+        if not text:
+            raise UsageError("the text to score is empty")
         tokens = data_files.encoded(self.cfg, self.decoding, text.encode())
         nats = n_bytes = 0
         while tokens.size > 1:                       # whole windows, then the rest

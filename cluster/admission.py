@@ -9,6 +9,7 @@ import json
 import os
 import time
 
+import egg_config
 from cluster import auth, history, hub, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
@@ -154,7 +155,10 @@ class Admission:
 
     @functools.cached_property
     def config_digest(self):
-        return snapshots.config_digest(self.cfg)
+        """Older workers compare it with theirs, of what differs from an egg_config.py that nobody has edited."""
+        shipped = egg_config.make(**egg_config.SHIPPED).saved()
+        return snapshots.config_digest({name: value for name, value in self.cfg.saved().items()
+                                        if value != shipped.get(name)})
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
@@ -218,8 +222,8 @@ class Admission:
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
         if differ := history.difference(self.cfg.agreed(), card.config, ("at the coordinator", "at the worker")):
-            raise Refused(f"another configuration: {differ}: give both the same --preset, -D and --objective",
-                          OTHER_CONFIG)
+            raise Refused(f"another configuration: {differ}: give both the same egg_config.py, --preset, -D and "
+                          "--objective", OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:

@@ -85,6 +85,7 @@ class Console(Printer):
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
+    _legend = "(given >>> what the model adds) "         # of the first sample
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None, callback=None):
         super().__init__(stream)
@@ -119,7 +120,8 @@ class Console(Printer):
                 self.line(self._step_line(event))
             case "sample" if line:
                 prompt, text = (event[name].replace("\n", "\u23ce") for name in ("prompt", "text"))     # it is one line
-                self.line(line, (prompt, "blue"), " >>> ", (text, "green"))
+                self.line(line, self._legend, (prompt, "blue"), " >>> ", (text, "green"))
+                self._legend = ""
             case _ if line:
                 self.line(line)
 

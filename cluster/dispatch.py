@@ -166,7 +166,8 @@ class Dispatcher:
         for worker, leases in list(self.work.leases.items()):
             pace = worker.pace or self.usual
             lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else self.cfg.STRAGGLER_TIMEOUT
-            if chunks := [chunk for chunk, since in leases.items() if now - since > lease]:
+            # one that is alone may take its time
+            if self.known > 1 and (chunks := [chunk for chunk, since in leases.items() if now - since > lease]):
                 self.events.warn(f"worker {worker.session.title} has not delivered for {lease:.2g} s, its "
                                  f"{chunks_text(chunks)} handed out again", peer=True)
                 worker.lapsed = True

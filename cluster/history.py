@@ -351,8 +351,7 @@ class Run:
             raise HistoryError(f"{self._name} is of a program with other rules of noise on activations: `egg.py train "
                                f"--load-dir {self.directory}` begins a new run with its model")
         config.pop(VOTES, None)
-        # a constant that is newer than the run counts as at its default
-        if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
+        if differ := difference(config, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets = [size]
@@ -502,7 +501,7 @@ def discard(directory):
 
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
-    with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):
+    with explained(HistoryError, directory, "give --load-dir, or runs, the directory of a saved run"):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
@@ -534,7 +533,7 @@ def newest(pattern="ckpt*"):
     directories = [name for name in glob.glob(pattern) if holds_run(name)]
     if not directories:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
-                           "or give its directory with --load-dir")
+                           "or give its directory")
     return max(directories, key=rank)
 
 
@@ -655,17 +654,10 @@ def unzip(data, size):
     return raw
 
 
-def non_default(cfg):
-    """{name: value}: the saved constants that differ from egg_config.py; constants that are added later do not change
-    it."""
-    default, saved = ({**egg_config.UNSET, **each.saved()} for each in (egg_config.make(), cfg))
-    return {name: value for name, value in saved.items() if value != default[name]}
-
-
 def difference(there, here, where=("there", "here")):
     """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
     where what matters most comes first, as one text, with the number of the others; "" where they agree."""
-    there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
+    there, here = ({**egg_config.LACKING, **constants} for constants in (there, here))
     foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
     texts = []
     for name in (*egg_config.CONSTANTS, *sorted(foreign)):

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from cluster import auth, history, snapshots, wire
+from cluster import auth, history, wire
 from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
@@ -61,7 +61,7 @@ class Link:
             if access.tls:
                 self._start_tls(access.tls, host)
             if version == V2:
-                self._greet(cfg, access)
+                self._greet(access)
         except BaseException:
             self.sock.close()
             raise
@@ -75,7 +75,7 @@ class Link:
         except ssl.SSLError as error:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
-    def _greet(self, cfg, access):
+    def _greet(self, access):
         caller = auth.caller(access, self.card)
         answer = next(caller)
         try:
@@ -93,8 +93,6 @@ class Link:
                                  f"coordinator of protocol 2{hint}") from None
         except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
-        if self.card["role"] == "worker" and welcome.config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
         self.snapshot = self._checked_step(welcome.snapshot)
 
     def send(self, data):

@@ -17,6 +17,7 @@ from cluster.wire import BLOCK, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 HEAD_SIZE = HEAD.size + 4                # with its CRC-32
+VALUES = b"values: "      # before the digest of a configuration, in the field of 32 bytes
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 OTHER_HASH = "damaged: its SHA-256 is another"
@@ -26,7 +27,7 @@ MOST_COMING = 4            # whole snapshots that the disk has not taken yet
 
 
 # The first bytes of a snapshot file. step, seed, size (bytes of the body): int; sha256 (of the state), config (see
-# `config_digest`), before (SHA-256 of the fitness of the previous step): bytes [32]
+# `fits`), before (SHA-256 of the fitness of the previous step): bytes [32]
 Head = namedtuple("Head", "step seed sha256 config before size")
 
 
@@ -59,9 +60,19 @@ def data_digest(tokens):
     return digest.digest()
 
 
-def config_digest(cfg):
-    """bytes [32] over the constants that determine the model."""
-    return hashlib.sha256(json.dumps(history.non_default(cfg), sort_keys=True).encode()).digest()
+def config_digest(constants):
+    """bytes [32] over constants that determine the model, {name: value}."""
+    return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).digest()
+
+
+def _values(cfg):
+    return VALUES + config_digest(cfg.saved())[len(VALUES):]
+
+
+def fits(cfg, head):
+    """Whether a Head is of this configuration. Those of older programs have a digest of what differed from their
+    egg_config.py, which nobody knows."""
+    return not head.config.startswith(VALUES) or head.config == _values(cfg)
 
 
 def pack(state):
@@ -92,7 +103,7 @@ def unpack(cfg, data, sha256=None):
     if sha256 not in (None, head.sha256):
         raise ValueError(f"snapshot of step {head.step}: it is not the state that was stated")
     try:
-        if not sha256 and head.config != config_digest(cfg):
+        if not sha256 and not fits(cfg, head):
             raise ValueError("it is of another configuration")
         raw = history.unzip(data[HEAD_SIZE:], sum(sizes(cfg)))
         digest = _begin(head.step, head.seed)
@@ -142,8 +153,7 @@ def read_head(data):
 
 def _make_head(cfg, step, seed, sha256, fitness, size):
     """The first bytes of a snapshot file. fitness: packed, of the previous step; size: of the body, in bytes."""
-    return history.with_crc(HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(),
-                                      size))
+    return history.with_crc(HEAD.pack(MAGIC, step, seed, sha256, _values(cfg), hashlib.sha256(fitness).digest(), size))
 
 
 def save(cfg, state, directory):
@@ -246,7 +256,9 @@ class Shelf:
                     raise ValueError("it is cut short")
         except (OSError, ValueError) as error:
             return self._damaged(match[0], error)
-        if (head.step, head.config) == (int(match[1]), config_digest(self.cfg)) and self._is_of_run(head):
+        if not fits(self.cfg, head):
+            self.damaged.append(f"{self._place(match[0])} is of another configuration and not used")
+        elif head.step == int(match[1]) and self._is_of_run(head):
             self.files[head.step] = match[0]
             self.sha256[head.step] = head.sha256
             if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):

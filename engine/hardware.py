@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+import types
 
 from egg_config import EggError
 
@@ -110,9 +111,11 @@ def start_process(main, *arguments):
     process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
     multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    program, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
-        process.start()
+        process.start()                              # it would import the program that calls us, which may train again
     finally:
+        sys.modules["__main__"] = program
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     return process, ours

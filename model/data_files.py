@@ -16,6 +16,7 @@ from egg_config import EggError, explained, sha256_of
 MARK = "decoding.sha256"     # beside tokens: that of the decoding.bin with which they were made
 END = b"<|endoftext|>"        # the bytes of the token for the end of a text, where a vocabulary has one
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
+MOST_WORDS = 1 << 20         # whose tokens are remembered
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
 REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
 
@@ -144,9 +145,9 @@ def _need_decodable(tokens, path, decoding, decoding_file):
                         "`python egg.py prepare` belong together")
 
 
-def read_text(path):
-    """bytes of a file, one that is packed unpacked, of JSON lines (.jsonl) the field "text". Raises DataError, also for
-    a file of another format."""
+def read_text(path, field="text"):
+    """bytes of a file, one that is packed unpacked, of JSON lines (.jsonl) that field. Raises DataError, also for a
+    file of another format."""
     with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
         data = file.read()
     names = [name for first, name in PACKED.items() if data.startswith(first)] or ["pyzstd"] * path.endswith(".zst")
@@ -160,10 +161,11 @@ def read_text(path):
         number, texts = 0, []
         try:
             for number, line in enumerate(data.splitlines(), 1):
-                texts.append(json.loads(line)["text"])
+                texts.append(json.loads(line)[field])
             data = "\n".join(texts).encode("utf-8", "replace")
         except (ValueError, LookupError, TypeError):
-            raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"text\"") from None
+            raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"{field}\": "
+                            "--field NAME names another") from None
     _need_bytes(np.frombuffer(data, np.uint8), path, "give the text itself")
     return data
 
@@ -178,6 +180,7 @@ class Decoding:
         self._first = np.cumsum(self.lengths) - self.lengths
         self._pieces, self._bytes = pieces, np.frombuffer(b"".join(pieces), np.uint8)
         self._ids = None                 # bytes -> token, once something is encoded
+        self._words = {}                 # word -> its tokens
 
     def __len__(self):
         return self.lengths.size
@@ -227,7 +230,9 @@ class Decoding:
                             "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`")
         if (self.lengths == 1).all():
             return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
-        known, out = {}, []
+        if len(self._words) > MOST_WORDS:
+            self._words.clear()
+        known, out = self._words, []
         for word in re.findall(WORDS, data.decode("latin-1")):
             if word not in known:
                 known[word] = self._merge(word.encode("latin-1"))

@@ -143,7 +143,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     """The constants, with their values where they are unset, and what both sides have to be given."""
-    advice = ": give both the same --preset, -D and --objective$"
+    advice = ": give both the same egg_config.py, --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
         turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"

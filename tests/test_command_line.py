@@ -68,7 +68,8 @@ def test_a_cpu_quota_counts_as_cores(tmp_path, monkeypatch, own, files, cores):
 
 WRONG = """
 | COMMAND | --help
-tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | egg.py --help
+tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | ; did you mean train? | egg.py --help
+plot -D N_LAYERS=2 | unrecognized arguments: -D
 train --minuts 3 | unrecognized arguments: --minuts 3
 coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
 coordinator --tls-cert cert | needs both --tls-cert and --tls-key
@@ -112,6 +113,10 @@ def test_wrong_use_is_one_line_and_status_2(here, line):
 def test_help_of_every_command(command):
     said = succeeds(run(command, "--help"))
     assert all(words in said for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
+
+
+def test_constants_are_offered_where_they_matter():
+    assert not any("-D NAME=VALUE" in succeeds(run(command, "--help")) for command in ("plot", "runs", "key"))
 
 
 @mark.parametrize("arguments, limit, says", [

@@ -90,12 +90,17 @@ def test_constants_that_cannot_be_are_named_in_one_line(line):
     assert defines.split("=")[0] in str(error.value)
 
 
-def test_the_fingerprint_covers_what_must_agree():
+def fingerprint(cfg):
+    """SHA-256 (hex) over the shared constants."""
+    return hashlib.sha256(json.dumps(cfg.shared(), sort_keys=True).encode()).hexdigest()
+
+
+def test_what_is_shared_is_what_must_agree():
     """And a saved run names the constants that determine it."""
     base = make()
     for name, constant in CONSTANTS.items():
         other = egg_config.Config(**{**base.constants(), name: "another value"})
-        assert (other.fingerprint() != base.fingerprint()) == (constant.agree != "local"), name
+        assert (other.shared() != base.shared()) == (constant.agree != "local"), name
         assert (name in history.difference(base.saved(), other.saved())) == (name in egg_config.DETERMINING), name
 
 
@@ -123,9 +128,9 @@ def test_fingerprints_and_saved_constants_are_those_of_84062b8():
     newer = {"deggs", "laptop", "laptop-bytes", "best", "best-bytes"}
     assert set(RECORDED) | newer == {None, *egg_config.PRESETS}
     assert configured("deggs").constants() == make().constants()
-    for preset, (fingerprint, saved) in RECORDED.items():
+    for preset, (shared, saved) in RECORDED.items():
         cfg = configured(preset)
-        assert cfg.fingerprint() == fingerprint, preset
+        assert fingerprint(cfg) == shared, preset
         assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
 
 
@@ -152,6 +157,8 @@ def edited(tmp_path, old, new):
 @mark.parametrize("old, new, message", [
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256, ", "HIDDEN_DIM = (256,): must be a whole number, without a comma"),
+    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
     ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
     ("\nSOFT_TARGETS = () ", "\nSOFT_TARGETS = 5 ", "SOFT_TARGETS = 5: must be pairs of a step and a context"),
     ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
@@ -169,8 +176,11 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
 
 @mark.parametrize("old, new, message", [
     ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
-     "MODEL: name 'transformer' is not defined: text needs quotes"),
+     "MODEL: name 'transformer' is not defined: text needs quotes, and == sets nothing"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS == 5 ",
+     "N_LAYERS: name 'N_LAYERS' is not defined: text needs quotes, and == sets nothing"),
+    ("\nPRESETS = {", "\nN_LAYERS == 5\nPRESETS = {", "N_LAYERS: == sets nothing: write ="),
     ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
      f"PORT: has no effect below PRESETS: set it in line {CONSTANTS['PORT'].line}")])
 def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
@@ -180,6 +190,35 @@ def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message
     done = process("arch", program="egg.py", cwd=tmp_path)
     line = text.partition(old)[0].count("\n") + 2
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
+
+
+def test_a_value_of_the_command_line_is_not_blamed_on_the_file(monkeypatch):
+    """Also where it is the default; and one of the file is, also where a preset is added."""
+    for given, said in (["CHUNK_SIZE=40960", "GROUP_SIZE=6"], "GROUP_SIZE = 6: "), (["HEAD_DIM=64", "HIDDEN_DIM=96"],
+                                                                                   "HIDDEN_DIM = 96: "):
+        with raises(ConfigError) as error:
+            configured(None, *given)
+        assert str(error.value).startswith(said)
+    monkeypatch.setitem(CONSTANTS, "HOST_MASK", CONSTANTS["HOST_MASK"]._replace(value=50))
+    with raises(ConfigError, match="^egg_config.py:[0-9]+: HOST_MASK = 50: must be at most 42"):
+        configured(None, "HOST_GAUSSIAN=1")
+    with raises(ConfigError, match="^HOST_MASK = 50: "):
+        configured(None, "HOST_GAUSSIAN=1", "HOST_MASK=50")
+
+
+def test_what_was_shipped_is_what_the_file_says():
+    """Of a constant that is new, or has another value, SHIPPED gets that, too."""
+    assert egg_config.edited() == [] and egg_config.SHIPPED.keys() == CONSTANTS.keys()
+    assert {**make().constants(), "POPULATION_SIZE": 0} == egg_config.SHIPPED
+
+
+def test_a_bad_value_is_told_before_what_a_run_has():
+    saved = make(**SMALL).saved()
+    for given, says in (("HIDDEN_DIM=100", "HIDDEN_DIM = 100: must be a multiple of 32"),
+                        ("N_LAYERS=65", "N_LAYERS = 65: must be from 1 to 64"),
+                        ("N_LAYERS=3", "ckpt holds a run of another configuration: -D N_LAYERS: N_LAYERS = 3")):
+        with raises(ConfigError, match=says):
+            egg_config.load(None, [given], {}, saved, "ckpt")
 
 
 def test_a_typo_in_a_preset_has_its_place(tmp_path):
@@ -193,10 +232,10 @@ def test_good_edits(tmp_path):
     """True and False are 1 and 0; a constant that is assigned again has its last value; what it means may be left
     out; a misspelt one is missed."""
     muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
-    assert muon.USE_MUON is not True and muon.fingerprint() == make(USE_MUON=1).fingerprint()
+    assert muon.USE_MUON is not True and muon.shared() == make(USE_MUON=1).shared()
     wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {")
-    assert wide.make().fingerprint() == make(HIDDEN_DIM=512).fingerprint()
-    assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().fingerprint() == make().fingerprint()
+    assert wide.make().shared() == make(HIDDEN_DIM=512).shared()
+    assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().shared() == make().shared()
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
     with raises(misspelt.ConfigError, match="the constant N_LAYERS is missing"):
         misspelt.make().N_LAYERS

@@ -183,6 +183,38 @@ def test_a_directory_is_all_its_files_and_progress_is_shown(here, monkeypatch):
     assert any(line.startswith("BPE: read ") for line in said)
 
 
+def test_a_directory_with_other_files_and_a_table_and_a_field_of_json(here):
+    """What is no text is left out with a line in a directory, and refused where it is named."""
+    (here / "books").mkdir()
+    for name, content in {"a.txt": PROSE * 20, "b.pdf": b"%PDF-1.7\n" + PROSE, "c.csv": PROSE,
+                          "d.jsonl": b'{"body": "a field"}\n'}.items():
+        (here / "books" / name).write_bytes(content)
+    said = []
+    prepare.prepare(["books"], 256, "books/a.txt", ".", said.append, field="body")
+    assert pathlib.Path("input.bin").read_bytes() == PROSE * 20 + PROSE + b"a field"
+    assert said[:2] == ["left out: books/b.pdf holds a PDF, not bytes: give the text itself",
+                        "books/c.csv: a table or no text: every byte of it is learnt"]
+    with refused("b.pdf holds a PDF", DataError):
+        prepare.prepare(["books/b.pdf"], 256)
+    fails(run("prepare books/d.jsonl --force"), 1, 'line 1', 'in its field "text"', "--field NAME")
+    assert "next: " in succeeds(run("prepare books/a.txt books/d.jsonl --field body --vocab-size 256 --out more"))
+
+
+def test_a_long_text_is_learnt_from_in_part_and_encoded_whole(here, monkeypatch):
+    """Progress replaces itself where it can."""
+    monkeypatch.setattr(prepare, "LEARN_BYTES", 4000)
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 1000)
+    (here / "t").write_bytes(PROSE * 500)
+    read, blocks = [], prepare._blocks_told
+    monkeypatch.setattr(prepare, "_blocks_told", lambda *more: (read.append(len(b)) or b for b in blocks(*more)))
+    now, said, shown = itertools.count(), [], []
+    monkeypatch.setattr("tools.prepare.time.monotonic", lambda: next(now))
+    prepare.prepare(["t"], 300, None, ".", said.append, progress=shown.append)
+    whole = sum(map(len, read_back(300)))
+    assert whole == 500 * len(PROSE) < sum(read) < whole + 9000
+    assert shown and not [line for line in said if "%" in line]
+
+
 def test_the_vocabulary_is_learned_from_the_training_part_alone(here):
     (here / "v").write_bytes(b"zyzzyva " * 5000)
     prepared(PROSE * 50, 320, "v")

@@ -338,7 +338,8 @@ def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
         console.emit({"event": "sample", "prompt": "a\nb\x1b[1m", "text": "c"}, "sample: ")
         return console.stream.text
 
-    plain, coloured = "sample: a\u23ceb[1m >>> c\n", "sample: \x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
+    legend = "sample: (given >>> what the model adds) "
+    plain, coloured = legend + "a\u23ceb[1m >>> c\n", legend + "\x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert (shown(True), shown(False)) == (coloured, plain)
     monkeypatch.setenv("NO_COLOR", "1")

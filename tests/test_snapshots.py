@@ -12,6 +12,7 @@ from numpy.random import default_rng
 from pytest import fixture, mark, raises
 import pyzstd
 
+import egg_config
 import egg_net
 from cluster import history, snapshots, wire
 from cluster.history import open_run
@@ -309,6 +310,43 @@ def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
             waited.append(monotonic() - began)
         assert len(waited) > 2 and max(waited) < 0.5
         assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
+
+
+def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
+    """Also one of a program that took the digest of what differed from the file; one that somebody has copied here
+    is not called damaged."""
+    packed, state = filled(tmp_path, 3), initial_state(CFG)
+    state.step, body = 2, snapshots.pack(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "_values", lambda cfg: b"what an older program wrote here")
+        old = snapshots._make_head(CFG, 2, state.seed, snapshots.state_hash(state), packed[1], len(body)) + body
+    new, other = (snapshots._make_head(cfg, 2, state.seed, snapshots.state_hash(state), packed[1], len(body)) + body
+                  for cfg in (CFG, changed(SIGMA_SHIFT=1)))
+    path = tmp_path / "snapshot-00000002.egg"
+    values = history.configuration(tmp_path)
+    for name, value in ("ADAM_EPS", 0.5), ("HEAD_DIM", 32), ("MODEL", "gru"), ("SOFT_TARGETS", ((0, 9),)):
+        monkeypatch.setitem(egg_config.CONSTANTS, name, egg_config.CONSTANTS[name]._replace(value=value))
+    cfg = egg_config.load(environ={}, saved=values)
+    assert cfg.saved() == CFG.saved()
+    for data in old, new:
+        path.write_bytes(data)
+        assert digests(use.load(cfg, tmp_path, step=2, console=egg_net.Console(Lines())).state()) == digests(state)
+    path.write_bytes(other)
+    with closing(history.read_run(cfg, tmp_path)) as run:
+        shelf = snapshots.Shelf(cfg, run)
+    assert not shelf.files and shelf.damaged == [f"{path} is of another configuration and not used"]
+
+
+def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):
+    """Coordinator and worker, also of older programs, whose digest is that of what differs from the shipped file."""
+    with Server(tmp_path, save=True, steps=2, stay=True) as server:
+        wanted = server.admission.config_digest
+        monkeypatch.setitem(egg_config.CONSTANTS, "ADAM_EPS", egg_config.CONSTANTS["ADAM_EPS"]._replace(value=0.5))
+        del server.admission.config_digest
+        assert server.admission.config_digest == wanted
+        server.admission.config_digest = bytes(32)
+        server.work(FakeEngine(CFG))
+        server.reaches(2)
 
 
 def test_who_reads_a_run_is_told_of_a_snapshot_without_a_head(tmp_path):

@@ -10,8 +10,9 @@ import egg_config
 import egg_use
 from cluster.console import Printer
 from tools import use
-from commands import CFG, TEXT, run, succeeds
+from commands import CFG, TEXT, process, run, succeeds
 from fakes import Lines, differing
+from recordings import HERE
 
 VALIDATED = 62 * CFG.SEQ_LEN + 1
 
@@ -53,6 +54,22 @@ def test_the_score_is_that_of_eval_and_counts_the_rest_of_a_window(trained):
     bits = sum(model.engine.validate(window)[0] for window in windows) / math.log(2)
     assert model.score(TEXT[:2 * size + 4].decode()) == approx(bits / (2 * size + 3))
     assert math.isnan(model.score("x"))
+
+
+def test_an_empty_text_has_no_score(trained):
+    with raises(egg_config.UsageError, match="the text to score is empty"):
+        egg_use.load(trained[1]).score("")
+
+
+def test_a_script_needs_no_guard(tmp_path, compiled):
+    """Its worker processes do not import it."""
+    (tmp_path / "input.bin").write_bytes(TEXT)
+    constants = {name: egg_config.text(value) for name, value in differing(CFG).items()}
+    (tmp_path / "script.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport egg_use\nprint('script')\n"
+        f"egg_use.train(preset='deggs', steps=1, DEVICE='cpu', **{constants})\n")
+    done = process("", program="script.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("script") == 1, done
 
 
 def test_what_is_wrong_is_an_error_to_catch(tmp_path, monkeypatch):

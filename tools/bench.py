@@ -19,7 +19,6 @@ from model import data_files, parameters, rules, steps
 from tools import train
 
 ROUNDS = 5
-SLICE_SECONDS = 0.3        # least time of an evaluation on a CPU
 say = functools.partial(print, flush=True)
 
 
@@ -39,20 +38,11 @@ def bench(cfg, device, threads):
     engine = train.make_engine(cfg, tokens, device, threads)
     members = cfg.CHUNK_SIZE
     if device == "cpu" and cfg.PERTURB == "weights":         # a whole chunk would take minutes
-        members = few_members(engine, cfg)
+        members, _ = train.few_members(cfg, engine)
     bench_engine(cfg, engine, tokens, members, device)
     if members < cfg.CHUNK_SIZE:
         cfg = cfg.changed(CHUNK_SIZE=members, POPULATION_SIZE=8 * members)
     bench_steps(cfg, device, threads)
-
-
-def few_members(engine, cfg):
-    """An even number of members whose evaluation takes SLICE_SECONDS at least, or a chunk."""
-    count = 2
-    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
-    while seconds_of(lambda: engine.evaluate(0, count)) < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
-        count = min(2 * count, cfg.CHUNK_SIZE)
-    return count
 
 
 def bench_engine(cfg, engine, tokens, members, device):
@@ -101,17 +91,11 @@ def bench_steps(cfg, device, threads, seconds=15):
         f"{cfg.POPULATION_SIZE:,} members, {cfg.N_CHUNKS / step:,.1f} chunks/s")
 
 
-def seconds_of(run):
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
 def median_seconds(run, seconds=0.5):
     """Median time of run(), after two calls that compile, capture and fill caches: of as many as take `seconds`, and
     of ROUNDS where that takes no more than ten times as long. Clocks fall when a device is busy for long."""
     run(), run()
     times = []
     while sum(times) < seconds or len(times) < ROUNDS and sum(times) < 10 * seconds:
-        times.append(seconds_of(run))
+        times.append(train.seconds_of(run))
     return statistics.median(times)

@@ -139,6 +139,8 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     else:
         for title, lines in charts.items():
             printer.line("\n".join([f"{title}, against {AXES[x][2]}", *sparklines(lines, log)]))
+            if "validation" in title and (mark := dict(common_references(lines)).get("bigram")):
+                printer.line(f'the mark to beat, a table of pairs ("bigram"): {mark:.4g}')
 
 
 def runs(directories, printer):
@@ -152,9 +154,11 @@ def runs(directories, printer):
             read_curve(name, curve)
         best = [f"{min(p.value for p in curve.validation):.4f} {curve.units['validation']}"] if curve.validation else []
         best += [f"reward {max(p.value for p in curve.reward):.4f}"] if curve.reward else []
-        differ = [f"{key}={egg_config.text(value):.40}" for key, value in values.items()
-                  if any(other[key] != value for other in constants)]
-        rows.append((name, str(curve.steps), ", ".join(best), " ".join(differ)))
+        differ = [f"{key}={text[:40]}" + "..." * (len(text) > 40) for key, value in values.items()
+                  if any(other[key] != value for other in constants) for text in [egg_config.text(value)]]
+        # an imported run has the steps of its beginning, and no log of them
+        steps = max(curve.steps, *(start.step for start in history.epochs(name)), 0)
+        rows.append((name, str(steps), ", ".join(best), " ".join(differ)))
     printer.line("\n".join(table(("run", "steps", "best", "constants that differ"), rows, 4)))
 
 
@@ -213,7 +217,7 @@ def picture(charts, curves, x, out, log):
             taken = [point[field] / size for point, _ in curve.merges]
             ax.plot(taken, np.interp(taken, *line), "v", color=colour)
         if "validation" in title:
-            add_references(ax, set.intersection(*(set(curve.references.items()) for curve in lines)))
+            add_references(ax, common_references(lines))
         ax.set_ylabel(title)
         ax.grid(color="0.9")
     if log:
@@ -225,10 +229,16 @@ def picture(charts, curves, x, out, log):
         figure.savefig(out)
 
 
+def common_references(curves):
+    """{(name, value)}: of the simple models, what holds for all curves."""
+    return set.intersection(*(set(curve.references.items()) for curve in curves))
+
+
 def add_references(ax, references):
-    """Marks the simple models, [(name, value)], whose values are among those that are shown."""
+    """Marks the simple models, [(name, value)], whose values are among those that are shown, and the mark to beat."""
     low, high = ax.get_ylim()
     for name, value in references:
-        if low < value < high:
+        if low < value < high or name == "bigram":
+            words = "table of pairs\n (bigram)" if name == "bigram" else name
             ax.axhline(value, color="0.5", linestyle=":")
-            ax.text(1, value, f" {name} {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
+            ax.text(1, value, f" {words} {value:.2f}", transform=ax.get_yaxis_transform(), va="center")

@@ -14,25 +14,28 @@ import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
 from model import soft_targets
-from model.data_files import MARK, WORDS, DataError, read_text
+from model.data_files import MARK, WORDS, DataError, Decoding, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
 TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
-ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
+LEARN_BYTES = 1 << 26        # of a longer text the BPE learns from about so many bytes, spread evenly
+ENCODE_BYTES = 1 << 16       # approximate bytes of text that are encoded at once
 
 
-def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made: made):
+def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made: made, progress=None, field="text"):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
     texts: paths of files and directories, read one after the other, see data_files.read_text; vocab_size None: what
     suits the length of the text; val: path of the held-out text, None: see `split`. The BPE learns from the training
-    part alone. `say` takes progress lines. Returns what `advise` says, before anything is written, of the number of
-    tokens in the vocabulary, whether the files hold plain bytes, and how many tokens there are to train on, and held
-    out. Raises DataError and then leaves old files."""
-    text = _text(texts, "prepare")
-    train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
+    part alone. `say` takes lines, `progress` such as replace each other; field: of JSON lines. Returns what `advise`
+    says, before anything is written, of the number of tokens in the vocabulary, whether the files hold plain bytes, and
+    how many tokens there are to train on, and held out. Raises DataError and then leaves old files."""
+    tell = progress or say
+    text = _text(texts, "prepare", say, field)
+    train, held_out = ([text], [_text([val], "hold out", say, field)]) if val else split(text)
+    del text                                         # whose parts are copies
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
@@ -45,9 +48,9 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
             say(f"plain bytes: {TOKENS_FROM:,} bytes to train on are enough for tokens (--vocab-size N makes them)")
     files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
     if vocab_size != 256:
-        bpe, pieces = _train_bpe(train, vocab_size, say)
-        n_tokens = len(pieces)
-        files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
+        pieces = _train_bpe(train, vocab_size, say, tell)
+        n_tokens, decoding = len(pieces), Decoding(pieces)
+        files = {name: _encode(decoding, parts, name, tell) for name, parts in files.items()}
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
         files[MARK] = [hashlib.sha256(b"".join(files["decoding.bin"])).hexdigest().encode()]
@@ -67,14 +70,24 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     return advice
 
 
-def _text(paths, purpose):
-    """bytes of files, one after the other, of a directory all that are not hidden. Raises DataError where there are
-    none."""
-    files = []
+def _text(paths, purpose, say, field):
+    """bytes of files, one after the other, of a directory all texts that are not hidden; `say` takes a line about one
+    that is none. Raises DataError where there are none."""
+    files, texts = [], []
     for path in paths:
         files += sorted(file for file in glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
                         if os.path.isfile(file)) if os.path.isdir(path) else [path]
-    if text := b"".join(map(read_text, files)):
+    for file in files:
+        try:
+            texts.append(read_text(file, field))
+        except DataError as error:
+            if file in paths:
+                raise
+            say(f"left out: {error}")
+            continue
+        if file.endswith((".csv", ".tsv")) or b"\0" in texts[-1][:ENCODE_BYTES]:
+            say(f"{file}: a table or no text: every byte of it is learnt")
+    if text := b"".join(texts):
         return text
     raise DataError(f"{', '.join(paths)}: no text there, nothing to {purpose}")
 
@@ -141,19 +154,20 @@ def _blocks(parts):
             at = after
 
 
-def _blocks_told(parts, work, say):
-    """The same; `say` takes a line every two seconds."""
+def _blocks_told(parts, work, tell, most=1 << 62):
+    """The same, every nth so that they have `most` bytes about; `tell` takes a line every two seconds."""
     total, done, due = sum(map(len, parts)), 0, time.monotonic() + 2
-    for block in _blocks(parts):
-        yield block
+    for number, block in enumerate(_blocks(parts)):
+        if number % (1 + total // most) == 0:
+            yield block
         done += len(block)
         if time.monotonic() > due:
             due = time.monotonic() + 2
-            say(f"{work} {done:,} of {total:,} bytes ({done / total:.0%})")
+            tell(f"{work} {done:,} of {total:,} bytes ({done / total:.0%})")
 
 
-def _train_bpe(parts, vocab_size, say):
-    """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
+def _train_bpe(parts, vocab_size, say, tell):
+    """[bytes of token 0, 1, ...]: of a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
     try:
         import tokenizers
     except ImportError:
@@ -165,17 +179,15 @@ def _train_bpe(parts, vocab_size, say):
                                              initial_alphabet=[chr(b) for b in range(256)])
     say(f"BPE: learning {vocab_size:,} tokens ...")
     started = time.monotonic()
-    bpe.train_from_iterator(_blocks_told(parts, "BPE: read", say), trainer)
+    bpe.train_from_iterator(_blocks_told(parts, "BPE: read", tell, LEARN_BYTES), trainer)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
     if missing := vocab_size - len(vocabulary):
         say(f"BPE: the text has no more repeated pairs, so {missing:,} tokens fewer than asked for")
-    return bpe, [token.encode("latin-1") for token, _ in vocabulary]
+    return [token.encode("latin-1") for token, _ in vocabulary]
 
 
-def _encode(bpe, parts, name, say):
-    """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
-    out, blocks = [], _blocks_told(parts, f"{name}: encoded", say)
-    while group := list(itertools.islice(blocks, 32)):
-        out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
-    return out
+def _encode(decoding, parts, name, tell):
+    """[little-endian uint32 bytes]: the tokens of `parts`."""
+    return [decoding.encode(block.encode("latin-1")).astype("<u4").tobytes()
+            for block in _blocks_told(parts, f"{name}: encoded", tell)]

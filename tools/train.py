@@ -8,18 +8,22 @@ import socket
 import time
 from collections import namedtuple
 
+import numpy as np
+
 import egg_net
 from cluster import auth
 from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, UsageError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, loss_unit, sha256_of
 from engine import hardware
 from model import data_files, parameters
 
 RESTARTS = 3               # of a worker process, before training gives up
 FINAL_SECONDS = 30.0       # limit for the workers to apply the last update, and for one to measure and send its state
 LEAVE_SECONDS = 5.0        # limit for each of them to end
-SLOW_SECONDS = 30.0        # a first step that takes longer on a CPU gets advice
+SLOW_STEP = 60.0           # seconds; a longer step gets advice
+SLICE_SECONDS = 0.3        # least time of an evaluation that is measured
+FEW_STEPS = 50             # after fewer nobody can judge
 COMPILING = "(once; about 15 s)"
 
 
@@ -53,8 +57,12 @@ def print_references(cfg, data, console, emit=None):
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} {units}\n"
-                 f"for comparison, in {data.validation.unit}: {_listed(references)}")
+    count, known = data.validation.windows[:, 1:].size, data.validation
+    console.line(f"{cfg.VAL_FILE}: validation on {count:,} {units}\n"
+                 f"for comparison, in {known.unit}: {_listed(references)}: a table of pairs, the mark to beat")
+    if known.unit not in (unit := loss_unit(cfg.constants())[1]):
+        console.line(f"loss is in {unit}, as windows are cut in tokens; val in {known.unit}: a token has "
+                     f"{known.n_bytes / count:.2f} bytes")
     if emit:
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
     return references
@@ -74,16 +82,49 @@ def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
         raise hardware.EngineError(str(error)) from None
 
 
+def measure(cfg, log):
+    """Tells the pace of the CPU, without data."""
+    start_engine(cfg, Data(np.arange(1 << 16, dtype=np.uint32) % cfg.VOCAB_SIZE, None, None), "cpu", None, log)
+
+
 def start_engine(cfg, data, device, threads, log):
-    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
-    about compiling. Raises EngineError."""
+    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines.
+    Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) \
         + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
     engine = make_engine(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
+        if not cfg.OBJECTIVE:                        # whose texts take their own time
+            tell_pace(cfg, engine, log)
     return engine
+
+
+def few_members(cfg, engine):
+    """(members, seconds that their evaluation takes): of whole windows, SLICE_SECONDS long, or a chunk."""
+    count, seconds = (2 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE) // 2, 0.0
+    while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
+        count = min(2 * count, cfg.CHUNK_SIZE)       # the first evaluation also makes the table of soft targets
+        seconds = min(seconds_of(lambda: engine.evaluate(0, count)) for _ in range(2))
+    return count, seconds
+
+
+def seconds_of(run):
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def tell_pace(cfg, engine, log):
+    """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
+    count, seconds = few_members(cfg, engine)
+    seconds *= cfg.POPULATION_SIZE / count
+    log(f"a step of {cfg.POPULATION_SIZE:,} models takes about " + (
+        f"{seconds:.2g} s here" if seconds < SLOW_STEP else
+        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
+    if "vnni" not in engine.name and cfg.SIMD == "auto":
+        log("this processor has no VNNI instructions: int8 products take two to three times as long")
 
 
 @contextlib.contextmanager
@@ -133,9 +174,8 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
-    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("spent", texts for Console.spent), ("error", line). When the coordinator has closed, it
-    ends."""
+    """The main function of a worker process. Reports (kind, value) go through `pipe`: ("log", line), ("ready", name of
+    the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
@@ -199,9 +239,8 @@ class Training:
             self.console.progress(f"starting: {self.status} {waited}")
         elif self.coordinator.progress.loss is None:
             done = len(self.coordinator.dispatcher.work.done)
-            slow = seconds > SLOW_SECONDS and self.children[0].device == "cpu"
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
-                                  "the start" + slow * " (faster: a GPU, --preset laptop, a smaller POPULATION_SIZE)")
+                                  "the start")
 
     def _handle(self, child, kind, value):
         match kind:
@@ -209,7 +248,7 @@ class Training:
                 raise TrainError(value)
             case "log":
                 self.status = value
-                self.console.line(f"starting: {value} {COMPILING}")
+                self.console.line(f"starting: {value} {COMPILING}" if value.endswith("...") else value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -281,6 +320,8 @@ def _sum_up(coordinator, references):
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
         console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
+        if coordinator.run.step < FEW_STEPS:
+            console.line(f"{coordinator.run.step} steps are too few to judge")
     if done.rewards:
         console.line(f"reward: {done.rewards[0][1]:.4f} before, {done.rewards[-1][1]:.4f} after, on held-out prompts")
 

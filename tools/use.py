@@ -312,7 +312,9 @@ def begin(cfg, old, source, directory, threads, console, step):
         state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
         old = cfg
     _begin(cfg, state, directory, old.ISLAND_SEED)
-    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
+    counts = f", and counts from step {state.step}" * (state.step != engine.step)
+    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}{counts}; {source} stays as "
+                 "it is")
 
 
 def _begin(cfg, state, directory, island_seed):
