@@ -49,7 +49,7 @@ from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
-from cluster.step import AGREES, REBUILD, STATES_KEPT, States
+from cluster.step import AGREES, Process, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
 from model import steps
 
@@ -386,6 +386,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             with contextlib.closing(Link(cfg, host, port, version, access, card)) as link:
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
+                link.keep_alive()
                 worker.serve(link)
         except RunEnded as error:
             log(error)
@@ -456,7 +457,7 @@ class RemoteWorker(Role):
         super().__init__(session)
         self.coordinator = coordinator
         self.version = session.version
-        self.author = author
+        self.author, self.process = author, Process(*author, card.id)
         self.card = card
         self.joins = session.version == V2           # nothing was handed out yet: it may begin with a snapshot
         shelf = coordinator.shelf
@@ -652,7 +653,7 @@ class Coordinator:
             returned = f", its {chunks_text(leases)} handed out again" if leases else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{returned}")
         if self.dispatcher.leave(worker):
-            self.states.forget(worker.author)
+            self.states.forget(worker.process)
         self.collector.leave(worker)
         if worker is self._measuring:
             self._measuring = None                   # another one may
@@ -732,8 +733,9 @@ class Coordinator:
             return
         self.progress.result(result.updates)
         for author in erred:
-            self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not its "
-                                      "own when it was evaluated again")
+            if self.dispatcher.blame(author, self.dispatcher.votes_from_text(chunk)):
+                self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not "
+                                          "its own when it was evaluated again")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -765,16 +767,16 @@ class Coordinator:
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""
-        step, author = worker.step, worker.author
+        step = worker.step
         if step <= self.run.step - STATES_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, erred = self.states.judge(step, author, worker.digest, worker.rebuilt_at == step,
-                                           self.dispatcher.authors)
+        rebuilt = worker.rebuilt_at == step
+        verdict, erred = self.states.judge(step, worker.process, worker.digest, rebuilt, self.dispatcher.authors)
         uploaded = self.shelf.digests.get(step)
         if uploaded and self.states.contradicts(step, uploaded):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if erred:
-            self._count_error(author, f"its state at step {step} is not that of others, or not its own before")
+        if erred and self.dispatcher.blame(worker.author, again=rebuilt):
+            self._count_error(worker.author, f"its state at step {step} is not that of others, or not its own before")
             if not worker.session.open:
                 return False
         if verdict == AGREES:
@@ -786,7 +788,7 @@ class Coordinator:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
             self._complete_step()                    # so may the step
             return True
-        self._distrust(author)
+        self._distrust(worker.process)
         if verdict == REBUILD:
             worker.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
@@ -794,15 +796,15 @@ class Coordinator:
                              f"rebuilds from step {start}", peer=True)
             worker.session.reply(wire.REBUILD, start)
             return False
-        if worker.rebuilt_at == step and step not in self._undecided:
+        if rebuilt and step not in self._undecided:
             self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
                              "majority: start another worker, which decides, or stop the wrong one", peer=True)
         self._undecided.add(step)
         self.dispatcher.hold(worker)
         return False
 
-    def _distrust(self, author):
-        self.collector.drop(self.dispatcher.distrust(author))
+    def _distrust(self, who):
+        self.collector.drop(self.dispatcher.distrust(who))
 
     def _count_error(self, author, reason):
         """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""

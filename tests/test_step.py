@@ -11,13 +11,13 @@ from hypothesis.strategies import integers
 from pytest import mark, raises
 
 import egg_net
-from cluster import admission, dispatch, status, wire
+from cluster import admission, auth, dispatch, status, wire
 from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
-from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
+from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, changed, expected
 from model import steps
 
 
@@ -208,6 +208,30 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
         until(three_steps_done, 12)
 
 
+def test_who_is_inside_a_long_chunk_is_at_work(tmp_path, monkeypatch):
+    """Whoever is quick is not alone meanwhile, so that its audits wait."""
+    monkeypatch.setattr(dispatch, "ACTIVE_SECONDS", 0.1)
+    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.1)
+    with Server(tmp_path, changed(AUDIT_RATE=1.0)) as server:
+        thinks, quick = named(server, "thinks", "quick")
+        assert thinks.chunk(0) == 0                              # and says nothing
+        quick.works(0, 3, packed=BAD)
+        until(lambda began=monotonic(): quick.send(wire.HEARTBEAT) or monotonic() > began + 0.5)
+        assert server.worker("quick").results == 3 and not server.dispatcher.work.done
+        thinks.result(0, 0)
+        thinks.works(0, 2)
+        server.says("disagree about chunk")
+
+
+@mark.parametrize("beats", [False, True])
+def test_while_no_time_is_known_a_chunk_takes_as_long_as_its_worker_gives_signs_of_life(tmp_path, beats):
+    with Server(tmp_path, changed(STRAGGLER_TIMEOUT=0.4)) as server:
+        slow, = named(server, "slow")
+        slow.chunk(0)
+        until(lambda began=monotonic(): beats and slow.send(wire.HEARTBEAT) or monotonic() > began + 1)
+        assert ("handed out again" in server.said) != beats
+
+
 # --- errors and bans --------------------------------------------------------------------------------------------------
 
 class ErrsOnce(Liar):
@@ -375,6 +399,32 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server)
             a.next(REBUILD)
             a.ask(0, b"a" * 16)
     server.says("banned a: its state at step 0 is not that of others")
+
+
+def test_two_processes_with_one_key_are_compared_and_a_flipped_bit_is_one_error(tmp_path):
+    """The key has one vote for each state, so that both rebuild; one then has what the other has."""
+    cfg, (packed, digest) = changed(AUDIT_RATE=1.0), expected(9)
+    access = auth.Access(auth.key_of(SECRET, "gpu7"), name="gpu7")
+    engines = [FakeEngine(cfg, 0.002), Drifting(cfg, pause=0.002)]
+    server = cluster(tmp_path, engines, 9, cfg, save=True, access=auth.Access(SECRET), caller=access)
+    assert "banned" not in server.said and server.said.count("has erred") == 1
+    assert {engine.digest() for engine in engines} == {digest} and kept(tmp_path) == packed
+
+
+def test_who_repeats_a_wrong_state_after_rebuilding_is_banned_by_its_key(tmp_path):
+    access = auth.Access(auth.key_of(SECRET, "gpu7"), name="gpu7")
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        wrong, twin = (Peer2(server, access=access) for _ in range(2))
+        others = [Peer2(server, secret=SECRET, name=name) for name in "ab"]
+        for peer in *others, twin:
+            peer.ask(0, b"right")
+            assert peer.answer()
+        with suppress(egg_net.NetError):
+            for count in range(3):
+                wrong.ask(0, b"wrong")
+                wrong.next(REBUILD)
+        server.says("banned gpu7: its state at step 0 is not that of others")
+        assert server.said.count("gpu7 has erred") == 2
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
