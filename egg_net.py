@@ -60,6 +60,7 @@ FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
+TABLES = "the table of exponentials, cosines and powers (of its processor, NumPy and libm)"
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
 
@@ -366,11 +367,13 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
+    from model import integer_tables
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
-            "validation": snapshots.data_digest(validation and validation.tokens).hex()}
+            "validation": snapshots.data_digest(validation and validation.tokens).hex(),
+            "same": {**getattr(worker.objective, "files", {}), TABLES: integer_tables.digest(cfg)}}
     version, pause = V2, BACK_OFF[0]
     connected = False
     logged = set()                           # since the last answer: a line is logged once
@@ -858,7 +861,7 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
     tensorboard, log_to: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises
     EggError."""
-    with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
+    with (contextlib.closing(history.open_run(cfg, save_dir, load_dir, snapshots.mend)) as run,
           event_log.Events(cfg, run, console, log_json, tensorboard, log_to) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         opened.progress.target, opened.progress.patience = target, patience

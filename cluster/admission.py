@@ -95,10 +95,12 @@ class Session(hub.Connection):
 
 class Bans:
     """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever somebody
-    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}."""
+    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}; warn:
+    takes a line, once, where the file cannot be read."""
 
-    def __init__(self, directory=None):
+    def __init__(self, directory=None, warn=hub.nothing):
         self.path = directory and os.path.join(directory, BANNED_FILE)
+        self._warn = functools.cache(warn)
         self.errors = Newest(REFUSALS)
         self._unwritten = Newest(REFUSALS)
 
@@ -116,7 +118,14 @@ class Bans:
             self._unwritten[name] = why
 
     def all(self):
-        """{name: why}. Raises OSError where the file cannot be read."""
+        """{name: why}; without those of a file that cannot be read."""
+        try:
+            return self._read()
+        except OSError as error:
+            self._warn(f"{self.path}: {reason(error)}: nobody is let in until it can be read")
+            return dict(self._unwritten)
+
+    def _read(self):
         text = ""
         if self.path and os.path.lexists(self.path):
             text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
@@ -126,7 +135,7 @@ class Bans:
     def message(self, name):
         """Why this worker may not take part, None where it may. Raises Refused while nobody can know."""
         try:
-            why = self.all().get(name)
+            why = self._read().get(name)
         except OSError as error:
             raise Refused(f"nobody is let in while {self.path} cannot be read: {reason(error)}", FULL) from None
         lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
@@ -146,7 +155,8 @@ class Admission:
         self.access = access
         auth.stretched(access.secret)                # takes a while, once
         self.limits = wire.limits(self.cfg)
-        self.bans = Bans(coordinator.run.directory)
+        self.bans = Bans(coordinator.run.directory, coordinator.events.warn)
+        self._same = Newest(REFUSALS)                # {name: digest} of what the first worker had, see auth.Card
         self.arrivals = {}                           # {session: True}, the oldest first
         self._most_arrivals = min(ARRIVALS, most // 4)
         self.most = most - self._most_arrivals
@@ -232,6 +242,11 @@ class Admission:
                               "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
                               OTHER_DATA)
             self.validation = card.validation
+        if differ := [name for name, digest in card.same.items() if self._same.get(name, digest) != digest]:
+            raise Refused(f"{' and '.join(differ[:3])} differs from that of the first worker: give every worker the same "
+                          "one; to go on with another one, start the coordinator again", OTHER_DATA)
+        for name, digest in card.same.items():
+            self._same[name] = digest
 
 
 class Arrival(Role):

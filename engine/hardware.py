@@ -7,13 +7,17 @@ import os
 import signal
 import sys
 
-from egg_config import EggError
+from egg_config import EggError, UsageError
 
 OLDEST = (8, 0)     # lowest compute capability that is supported
 
 
 class EngineError(EggError):
     """One line that names the device that cannot be used here, and a remedy."""
+
+
+class NoDevice(EngineError, UsageError):
+    """The device that was asked for is not there."""
 
 
 def cores(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
@@ -77,7 +81,7 @@ def devices(cfg):
     else:
         return usable
     if cfg.DEVICE == "cuda":
-        raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
+        raise NoDevice(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
         _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
@@ -97,7 +101,7 @@ def one_device(cfg, gpu=None):
     """The device of one worker: GPU number `gpu`, or the first of `devices`. Raises EngineError for an unusable GPU."""
     usable = devices(cfg)
     if gpu is not None and f"cuda:{gpu}" not in usable:
-        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
+        raise NoDevice(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
 
 

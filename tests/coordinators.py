@@ -43,9 +43,9 @@ class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left.
     What it has not itself is that of the Coordinator."""
 
-    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
+    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, mend=None, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
-        self.run = open_run(cfg, directory if save else None)
+        self.run = open_run(cfg, directory if save else None, mend=mend)
         console = egg_net.Console(self.lines, verbose=True)
         self.coordinator = Coordinator(cfg, self.run, port, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None

@@ -6,6 +6,7 @@ import re
 from contextlib import closing, suppress
 from time import monotonic
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 from pytest import mark, raises
@@ -16,9 +17,10 @@ from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
-from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
+from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
 from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, changed, expected
-from model import steps
+from model import integer_tables, steps
+from pages import EVERYBODY, state_of
 
 
 class Worker:
@@ -321,6 +323,22 @@ def test_bans_hold_also_where_the_file_cannot_be_written_and_nobody_comes_in_whe
     assert told.value.code == wire.FULL                          # it may come again
 
 
+def test_a_list_of_bans_that_cannot_be_read_is_a_warning_and_ends_no_run(tmp_path):
+    """Neither the page nor who asks for the status: a directory, a link, too large a file."""
+    file = tmp_path / BANNED_FILE
+    for make in file.mkdir, lambda: file.symlink_to("elsewhere"), lambda: file.write_bytes(b"x" * (1 << 20) + b"y"):
+        with Server(tmp_path, save=True, http=EVERYBODY) as server:
+            peer = Peer2(server, name="early")
+            make()
+            server.says("banned.txt: ")
+            with raises(TimeoutError, match="nobody is let in while"):
+                Peer2(server, name="late")
+            assert server.fetched()["banned"] == {} and peer.chunk(0) == 0
+            until(lambda: state_of(server)["workers"])
+            assert server.said.count(": nobody is let in until it can be read") == 1
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
 def test_a_wrong_peer_of_version_1_does_not_ban_all_of_them(tmp_path):
     with Server(tmp_path, save=True) as server:
         wrong = Peer(server)
@@ -430,6 +448,22 @@ def test_who_repeats_a_wrong_state_after_rebuilding_is_banned_by_its_key(tmp_pat
 # --- data -------------------------------------------------------------------------------------------------------------
 
 ONE, OTHER = "ab" * 32, "cd" * 32
+
+
+def test_what_the_first_worker_had_all_others_must_have(server, monkeypatch):
+    """The files of an objective, and the tables that its mathematics makes: a difference is named, nobody banned."""
+    Peer2(server, same={"helper.py": ONE})
+    turned_away("helper.py differs from that of the first worker: give every worker the same one", server,
+                same={"words.txt": ONE, "helper.py": OTHER})
+    Peer2(server, same={"words.txt": OTHER})
+    Peer2(server)
+    for wrong in 5, [ONE]:
+        turned_away("JOIN cannot be read", server, same=wrong)
+    server.work(FakeEngine()), server.work(FakeEngine())
+    server.reaches(1)
+    monkeypatch.setattr(integer_tables, "gelu_table", lambda: np.zeros(256, np.int8))
+    with refused("the table of exponentials, cosines and powers .* differs from that of the first worker"):
+        run_worker(server, FakeEngine())
 
 
 def test_the_first_worker_says_which_data_a_run_has(tmp_path):

@@ -31,10 +31,19 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None, s
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
     UseError, EngineError."""
-    with contextlib.closing(history.read_run(cfg, directory)) as run:
+    with contextlib.ExitStack() as stack:
+        try:
+            run = stack.enter_context(contextlib.closing(history.read_run(cfg, directory)))
+            if step is not None and step > run.step:
+                raise UseError(f"{directory} has only {run.step} steps")
+        except (history.Damaged, UseError) as error:         # a snapshot needs no history
+            if best or (state := snapshots.whole(cfg, directory, step)) is None:
+                raise
+            console.line(f"{error}; here is its snapshot of step {state.step}")
+            engine = train.make_engine(cfg, None, device, threads)
+            engine.load(state)
+            return engine
         last = run.step if step is None else step
-        if last > run.step:
-            raise UseError(f"{directory} has only {run.step} steps")
         state = _state(cfg, run, best, console.line, last)
         until = state.step if best else last
         engine = train.make_engine(cfg, None, device, threads)
@@ -50,7 +59,7 @@ def _state(cfg, run, best, warn, last):
     """The State to begin with: of the newest readable snapshot to step `last` (of the best), else the initial one;
     `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
-    for line in shelf.damaged:
+    for line in shelf.damaged.values():
         warn(line)
     steps = shelf.ranked if best else sorted((s for s in shelf.files if run.start.step <= s <= last or s == last),
                                              reverse=True)
