@@ -110,7 +110,7 @@ def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled
     line = f"train --preset laptop -D VOCAB_SIZE={max(size, 300)} --steps 1 --save-dir ckpt -D SOFT_TARGETS="
     for files in "aab", "aba", "baa":
         names = [f"-D{name}={at}/{file}" for (name, file), at in zip(prepare.FILES.items(), files)]
-        fails(run(line, *names), 1, "was made with another vocabulary than ", "the three files of one `python egg.py")
+        fails(run(line, *names), 2, "was made with another vocabulary than ", "the three files of one `python egg.py")
     succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
     ask = "generate --load-dir ckpt --prompt the --tokens 3"
     succeeds(run(ask))

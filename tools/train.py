@@ -38,11 +38,14 @@ def open_data(cfg, console=None):
     def warn(line):
         console.line("warning: " + line)
 
-    decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
              "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
-    return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
+    try:
+        decoding, tokens = data_files.load_decoding(cfg, warn), data_files.open_tokens(cfg, cfg.INPUT_FILE)
+        return Data(tokens, data_files.open_validation(cfg, decoding, warn), decoding)
+    except data_files.DataError as error:
+        raise data_files.UnusableData(str(error)) from None
 
 
 def print_references(cfg, data, console, emit=None):
