@@ -51,6 +51,7 @@ from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, Process, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
+from egg_config import EggError
 from model import steps
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
@@ -239,12 +240,16 @@ class Worker:
                 n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
-                *mean, shown = self.objective.measured(self.engine)
-                link.say(wire.REWARD, step, *mean, json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
+                texts, mean, shown = self.objective.measured(self.engine)
+                if mean is None:
+                    link.say(wire.LOG_MESSAGE, f"reward at step {step}: none of {texts} texts is judged".encode())
+                else:
+                    shown = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace")
+                    link.say(wire.REWARD, step, texts, mean, shown)
         if (at_end and cfg.SAMPLE_EVERY or due(cfg.SAMPLE_EVERY, step)) and (self.objective or self.tokens is not None):
             text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
-            link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
+            link.log(line)
 
     def _load(self, state=None):
         """Goes on from a State, by default from the beginning."""
@@ -390,7 +395,12 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
                 link.keep_alive()
-                worker.serve(link)
+                try:
+                    worker.serve(link)
+                except EggError as error:
+                    if retry and not isinstance(error, NetError):        # else who has started it reads of it
+                        link.log(f"it ends: {error}")
+                    raise
         except RunEnded as error:
             log(error)
             return worker.chunks
@@ -749,9 +759,10 @@ class Coordinator:
             return
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
+        reads_text = any(map(self.dispatcher.votes_from_text, work.done))
         self.run.append(work.fitness(), sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, sum_loss)
+        self._ended = self.progress.complete_step(step, sum_loss if reads_text else None)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()

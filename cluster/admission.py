@@ -243,8 +243,8 @@ class Admission:
                               OTHER_DATA)
             self.validation = card.validation
         if differ := [name for name, digest in card.same.items() if self._same.get(name, digest) != digest]:
-            raise Refused(f"{' and '.join(differ[:3])} differs from that of the first worker: give every worker the same "
-                          "one; to go on with another one, start the coordinator again", OTHER_DATA)
+            raise Refused(f"{' and '.join(differ[:3])} differs from that of the first worker: give every worker the "
+                          "same one; to go on with another one, start the coordinator again", OTHER_DATA)
         for name, digest in card.same.items():
             self._same[name] = digest
 

@@ -120,6 +120,10 @@ class Link:
     def say(self, opcode, *fields):
         self.send(self.frame(opcode, *fields))
 
+    def log(self, line):
+        """Says a line, cut to what a frame may hold."""
+        self.say(wire.LOG_MESSAGE, line.encode("utf-8", "replace")[:wire.LOG_MESSAGE.most])
+
     def next(self, opcode, timeout=math.inf):
         """The payload of the next frame of this opcode; see `any_of`."""
         return self.any_of((opcode,), timeout).payload

@@ -161,7 +161,7 @@ def short(completions):
                        "distinct_texts": 4, "distinct_words": 4, "prompts_differ": 0.5}
     own = judged("def reward(completions):\n    return [None] * len(completions)\n", cfg, "none.py")
     packed, _ = own.chunk(new_engine(cfg), 0, go_on)
-    assert not any(packed) and own.measured(new_engine())[:2] == (256, 0.0)
+    assert not any(packed) and own.measured(new_engine())[:2] == (256, None)
     assert own.sample(new_engine(), 0).endswith(" (not judged)")
 
 
@@ -714,9 +714,9 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     assert "own.py:2: reward raised ValueError: no such thing" in said and "Traceback" not in said
     assert not (tmp_path / "new").exists()
     for name, why in ("no.py", "No such file or directory"), (".", "Is a directory"):
-        said = run(f"train --objective {name} --save-dir x", status=1)
+        said = run(f"train --objective {name} --save-dir x", status=2)
         assert f"egg: {name}: {why}: give --objective the path" in said
-    assert "give --objective the path" in run("train --objective '' --steps 1", status=1)
+    assert "give --objective the path" in run("train --objective '' --steps 1", status=2)
     for more in "own.txt", "--tokens 5":
         said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)
         assert "leave FILE and --tokens out" in said

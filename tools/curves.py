@@ -61,7 +61,8 @@ class Curve:
                 self._before = self.seconds if event["step"] else 0.0
             case "step":
                 bits = 1.0 if "unit" in event else self._bits
-                self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
+                if event["loss"] is not None:
+                    self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
                 self.steps = event["step"] + 1
                 self.seconds = self._before + event["elapsed"]
             case "validation" | "reward" as quantity:

@@ -98,9 +98,9 @@ def opened_objective(cfg, path, data, processes=None, steps=None):
         return
     from tools import objective
     advice = "the file of --objective must be on the disk of this machine"
-    with explained(objective.ObjectiveError, path, advice):
+    with explained(objective.WrongFile, path, advice):
         if cfg.OBJECTIVE not in ("", sha256_of(path)):
-            raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
+            raise objective.WrongFile(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
     with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out, processes,
@@ -200,7 +200,7 @@ class Training:
         waited = f"{seconds:.0f} s"
         if not any(child.ready for child in self.children):
             self.console.progress(f"starting: {self.status} {waited}")
-        elif self.coordinator.progress.loss is None:
+        elif not self.coordinator.progress.seconds:
             done = len(self.coordinator.dispatcher.work.done)
             slow = seconds > SLOW_SECONDS and self.children[0].device == "cpu"
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "

@@ -292,6 +292,7 @@ def read_config(path):
 def evaluate_objective(cfg, engine, path, console):
     """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
     and the best of its texts. Raises EggError."""
+    from tools import objective
     cfg = cfg.changed(OBJECTIVE="")                  # any file will do
     data = train.open_data(cfg, console)
     with train.opened_objective(cfg, path, data) as judge:
@@ -303,7 +304,7 @@ def evaluate_objective(cfg, engine, path, console):
         if shown["news"]:
             console.line(shown["news"])
         for text in shown["completions"]:
-            console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
+            console.line(objective.told(text["prompt"], text["completion"], text["reward"]))
 
 
 def begin(cfg, old, source, directory, threads, console, step):
