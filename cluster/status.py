@@ -87,7 +87,8 @@ class Progress:
         self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
         self.speed = (self.tokens_a_step + self._written) / seconds
         return {"step": step, "tokens": step * self.tokens_a_step,
-                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
+                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit, "updates": self.updates,
+                "reports": len(self._updates),
                 "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}

@@ -55,6 +55,15 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         configured(preset, *args.defines)
 
 
+def test_prompts_and_answers_get_settings_with_which_they_are_learnt(here):
+    """As for examples/sort.py: a window of a few lines, soft targets that follow all of a prompt; plain bytes."""
+    (here / "t.txt").write_text("".join(f"{k * 7919 % 1000:03}>{k * 7919 % 1000:03}.\n" for k in range(30000)))
+    told = succeeds(run("prepare t.txt --out mine"))
+    assert "each line is a prompt and its answer" in told
+    assert "--preset laptop-bytes -D DETOKENIZE=0 -D SEQ_LEN=16 -D SOFT_TARGETS=0:7 -D INPUT_FILE=" in told
+    assert prepare.longest_answer(TEXT) == prepare.longest_answer(b"a>b\n" * 9) == 0
+
+
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
     (here / "t.txt").write_bytes(TEXT)
     with monkeypatch.context() as patched:                       # bytes need no library

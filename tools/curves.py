@@ -106,7 +106,7 @@ def read_curve(path, curve=None):
                 if number % every == 0 or b'"event": "step"' not in line:
                     with contextlib.suppress(*INCOMPLETE):
                         curve.add(json.loads(line))
-    if not curve.loss and not curve.validation:
+    if not curve.steps and not curve.validation:
         raise WatchError(f"{name} holds no step of a run: {ADVICE}")
     return curve
 
