@@ -673,8 +673,8 @@ def test_a_reward_that_is_earned_by_less_is_told(tmp_path):
         progress.run.step = step
         progress.rewarded(step, 4, reward, {"news": "", "numbers": {"words_a_text": words, "with_other_rows": others}})
     assert told == [
-        "step 4: texts have become short, 20 words a text after 47: if that is too much, begin again with a reward that "
-        "such texts do not earn (docs/OBJECTIVES.md)",
+        "step 4: texts have become short, 20 words a text after 47: if that is too much, begin again with a reward "
+        "that such texts do not earn (docs/OBJECTIVES.md)",
         "step 4: the texts earn as much with the prompts and columns of other rows, 0.7500 of 0.8000: if that is too "
         "much, begin again with a reward for which the prompt matters (docs/OBJECTIVES.md)"]
 
