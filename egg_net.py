@@ -61,7 +61,7 @@ FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
-TABLES = "the table of exponentials, cosines and powers (of its processor, NumPy and libm)"
+TABLES = "tables of exponentials, cosines and powers, which its NumPy and libm make,"
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
 
@@ -242,7 +242,7 @@ class Worker:
             if self.objective:
                 texts, mean, shown = self.objective.measured(self.engine)
                 if mean is None:
-                    link.say(wire.LOG_MESSAGE, f"reward at step {step}: none of {texts} texts is judged".encode())
+                    link.log(f"reward at step {step}: none of {texts} texts is judged")
                 else:
                     shown = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace")
                     link.say(wire.REWARD, step, texts, mean, shown)

@@ -147,8 +147,6 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, the newest of them, so that they keep no worker
     out."""
 
-    validation = bytes(32)     # digest of the held-out data, zeros while unknown
-
     def __init__(self, coordinator, access, most):
         self.coordinator = coordinator
         self.cfg = coordinator.cfg
@@ -236,16 +234,11 @@ class Admission:
                 raise Refused("other training data than this run has: give every worker the same INPUT_FILE; to go on "
                               f"with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
             run.keep_data(card.data)
-        if any(card.validation):
-            if any(self.validation) and card.validation != self.validation:
-                raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE, or "
-                              "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
-                              OTHER_DATA)
-            self.validation = card.validation
-        if differ := [name for name, digest in card.same.items() if self._same.get(name, digest) != digest]:
-            raise Refused(f"{' and '.join(differ[:3])} differs from that of the first worker: give every worker the "
-                          "same one; to go on with another one, start the coordinator again", OTHER_DATA)
-        for name, digest in card.same.items():
+        same = {**card.same, **({"held-out data": card.validation} if any(card.validation) else {})}
+        if differ := [name for name, digest in same.items() if self._same.get(name, digest) != digest]:
+            raise Refused(f"other {' and '.join(differ[:3])} than the first worker had: give every worker the same; to "
+                          "go on with others, start the coordinator again", OTHER_DATA)
+        for name, digest in same.items():
             self._same[name] = digest
 
 

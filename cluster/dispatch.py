@@ -136,8 +136,10 @@ class Dispatcher:
 
     def votes_from_text(self, chunk):
         """Whether it does, and not from what a judge says."""
+        if not self.cfg.OBJECTIVE:
+            return True
         from model.activations import is_text        # with NumPy, which a coordinator does not need to start
-        return not self.cfg.OBJECTIVE or is_text(self.cfg, self.run.step, chunk)
+        return is_text(self.cfg, self.run.step, chunk)
 
     def blame(self, author, counts=True, again=False):
         """Doubts an author. Returns whether that is an error: the first one of a step is, and what a process repeats

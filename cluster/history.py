@@ -62,12 +62,9 @@ class HistoryError(EggError):
 
 
 class Damaged(HistoryError):
-    """A history whose middle or header is damaged. step, at: of the first step that cannot be read, and its byte; -1:
-    not even the header."""
+    """A history whose middle or header is damaged. step: the first that cannot be read."""
 
-    def __init__(self, text, step=-1, at=0):
-        super().__init__(text)
-        self.step, self.at = step, at
+    step = 0
 
 
 def open_file(path, mode="rb"):
@@ -385,9 +382,11 @@ class Run:
         rest = self._pread(longest + HEAD, at)
         later = re.finditer(re.escape((self.step + 1).to_bytes(8, "little")), rest)
         if size - at > longest or any(is_intact(rest[match.start() - 4:][:HEAD], HEAD) for match in later):
-            raise Damaged(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: restore the "
-                          f"file from a copy; to continue from step {self.step} instead, cut it with `truncate -s {at} "
-                          f"{shlex.quote(self._name)}`", self.step, at)
+            damage = Damaged(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: restore "
+                             f"the file from a copy; to continue from step {self.step} instead, cut it with `truncate "
+                             f"-s {at} {shlex.quote(self._name)}`")
+            damage.step = self.step
+            raise damage
         if self._lock is not None:
             os.ftruncate(self._file.fileno(), at)
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
@@ -411,18 +410,11 @@ def open_run(cfg, save_dir=None, load_dir=None, mend=None):
         if os.path.realpath(target) != os.path.realpath(load_dir):
             run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
         return run
-    with contextlib.ExitStack() as stack:
-        try:
-            copy = stack.enter_context(contextlib.closing(read_run(cfg, load_dir))).copy
-        except Damaged:
-            if not mend:
-                raise
-            copy = functools.partial(_copy, load_dir, FILE)      # and is mended there
-        with explained(HistoryError, target, WRITABLE):
-            make_directory(target)
-            _copy_rest(load_dir, target)
-            copy(target)
-    run = open_directory(cfg, target, mend=mend)
+    with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
+        make_directory(target)
+        _copy_rest(load_dir, target)
+        source.copy(target)
+    run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
     return run
 
@@ -663,13 +655,9 @@ def _keep_text(directory, name, text):
 def _copy_rest(source, target):
     """Copies snapshots, events and earlier epochs, but no links and pipes of a stranger. Raises OSError."""
     for name in filter(COPIED.fullmatch, os.listdir(source)):
-        if _is_plain(os.path.join(source, name)):
-            _copy(source, name, target)
-
-
-def _copy(source, name, target):
-    with open_file(os.path.join(source, name)) as file, replacing(target, name) as copy:
-        shutil.copyfileobj(file, copy, PIECE)
+        if _is_plain(path := os.path.join(source, name)):
+            with open_file(path) as file, replacing(target, name) as copy:
+                shutil.copyfileobj(file, copy, PIECE)
 
 
 def most_body(cfg):

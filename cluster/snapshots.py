@@ -105,31 +105,27 @@ def unpack(cfg, data, sha256=None):
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
 
 
-def whole(cfg, directory, step=None):
-    """The State of the newest snapshot of this configuration in a save directory, or of the one of a step, that can be
-    read, whatever its history says; None without one."""
+def whole(cfg, directory, damage, step=None):
+    """The State of the newest snapshot in the save directory of a run whose history is damaged (history.Damaged), or of
+    the one of a step, that is whole. Raises `damage` without one."""
     matches = filter(None, map(history.SNAPSHOT.fullmatch, os.listdir(directory)))
     for match in sorted(matches, key=lambda match: -int(match[1])):
         if step in (None, int(match[1])):
             with contextlib.suppress(ValueError, OSError):
                 return read(cfg, os.path.join(directory, match[0]))
+    raise damage
 
 
 def mend(cfg, directory, damage):
-    """Lets a run whose history is damaged (history.Damaged) go on: from its newest whole snapshot, where that is later
-    than what can be read; else from there, if late workers need no earlier step. Returns a line about it. Raises
-    `damage` where neither is possible, OSError."""
-    state, path = whole(cfg, directory), os.path.join(directory, history.FILE)
-    later = state is not None and state.step > damage.step
-    if not later and (damage.step < 0 or cfg.PERTURB == "weights"):
+    """Lets a run whose history is damaged go on from its newest whole snapshot: where that is not older than what can
+    be read, or where workers need no earlier steps. Returns a line about it. Raises `damage`, OSError."""
+    state, path = whole(cfg, directory, damage), os.path.join(directory, history.FILE)
+    if state.step < damage.step and cfg.PERTURB == "weights":
         raise damage
     shutil.copyfile(path, copy := history.unused(f"{path}.damaged"))
-    if later:
-        history.begin_anew(cfg, directory, history.Start(state.step, state.seed, state_hash(state).hex()))
-    else:
-        os.truncate(path, damage.at)
-    return (f"{path} is damaged: the run goes on from step {state.step if later else damage.step}, what came after "
-            f"that is gone; {copy} is the damaged file")
+    history.begin_anew(cfg, directory, history.Start(state.step, state.seed, state_hash(state).hex()))
+    return (f"{path} is damaged: the run goes on from step {state.step}, the steps after that are gone; {copy} is the "
+            "damaged file")
 
 
 def check(path):

@@ -457,7 +457,7 @@ def reward(completions, log_extra):
 """)
     for at in 0, 3:
         assert answers_of(own, "a", "late", "bc") == [1.0, 4.0, 2.0]
-        assert own.judge.columns == {"call": [at + 2.0, at + 3.0, at + 2.0]}
+        assert own.judge.columns == {"call": [at + 2.0] * 3}
 
 
 def test_functions_that_wait_run_together(judged):
@@ -481,7 +481,7 @@ def test_what_a_file_imports_and_reads_is_known(judged, tmp_path, monkeypatch):
     (tmp_path / "words.txt").write_text("a b")
     text = "import beside_it, json, numpy\nopen('words.txt').read()\nopen('/etc/hosts').close()\n" + LETTERS
     first = judged(text).files
-    assert {*first} == {"beside_it.py", "words.txt"}
+    assert {*first} == {"beside_it.py", "words.txt", "own.py"}
     (tmp_path / "words.txt").write_text("a c")
     del sys.modules["beside_it"]                     # now it is in __pycache__
     again = judged(text).files

@@ -168,7 +168,7 @@ RARELY = [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)]
 @mark.parametrize("cfg", RARELY, ids=["weights", "activations"])
 @mark.parametrize("damage", ["header", "early", "late"])
 def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(tmp_path, cfg, damage):
-    """Or, where a later step can be read, from there, if the history need not be whole."""
+    """With a digit a pair the history is the run, so that no later step of it is given up."""
     at = str(tmp_path / "run")
     cluster(at, [FakeEngine(cfg, 0.003)], 11, cfg, save=True, drain=5)
     with closing(history.read_run(cfg, at)) as run:
@@ -184,8 +184,6 @@ def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(t
     file.write_bytes(data)
     assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.has_old_votes(at)
     lines = egg_net.Console(Lines())
-    with closing(history.open_run(cfg, str(tmp_path / "copy"), at, snapshots.mend)) if damage != "late" else suppress():
-        assert file.read_bytes() == data
     assert use.load(cfg, at, console=lines).step == newest
     assert f"here is its snapshot of step {newest}" in lines.stream.text
     if damage == "late" and cfg is RARELY[0]:
@@ -193,9 +191,8 @@ def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(t
             history.open_run(cfg, at, mend=snapshots.mend)
         return
     with Server(at, cfg, save=True, steps=14, mend=snapshots.mend) as server:
-        assert server.run.step == (9 if damage == "late" else newest)
         line, = server.run.notices
-        assert "the run goes on from step" in line and "what came after that is gone" in line
+        assert f"the run goes on from step {newest}, the steps after that are gone" in line
         server.work(engine := FakeEngine(cfg))
     assert engine.digest() == expected(14, cfg)[1]
     assert bytes(data) == (file.parent / f"{history.FILE}.damaged").read_bytes()

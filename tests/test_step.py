@@ -453,7 +453,7 @@ ONE, OTHER = "ab" * 32, "cd" * 32
 def test_what_the_first_worker_had_all_others_must_have(server, monkeypatch):
     """The files of an objective, and the tables that its mathematics makes: a difference is named, nobody banned."""
     Peer2(server, same={"helper.py": ONE})
-    turned_away("helper.py differs from that of the first worker: give every worker the same one", server,
+    turned_away("other helper.py than the first worker had: give every worker the same", server,
                 same={"words.txt": ONE, "helper.py": OTHER})
     Peer2(server, same={"words.txt": OTHER})
     Peer2(server)
@@ -462,7 +462,7 @@ def test_what_the_first_worker_had_all_others_must_have(server, monkeypatch):
     server.work(FakeEngine()), server.work(FakeEngine())
     server.reaches(1)
     monkeypatch.setattr(integer_tables, "gelu_table", lambda: np.zeros(256, np.int8))
-    with refused("the table of exponentials, cosines and powers .* differs from that of the first worker"):
+    with refused("other tables of exponentials, cosines and powers, .* than the first worker had"):
         run_worker(server, FakeEngine())
 
 

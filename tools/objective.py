@@ -122,32 +122,15 @@ def _parameters(function):
     return {}
 
 
-@contextlib.contextmanager
-def opened_files():
-    """Yields a set of the paths that are opened in the block."""
-    seen, done = set(), []
-
-    def note(event, arguments):                      # a hook cannot be removed
-        if event == "open" and isinstance(arguments[0], str) and not done:
-            seen.add(os.path.abspath(arguments[0]))
-
-    sys.addaudithook(note)
-    try:
-        yield seen
-    finally:
-        done.append(True)
-
-
-def files_of(path, seen):
-    """{name: digest}: of the first FILES of the `seen` paths that lie beneath the directory of an objective, or the
-    present one: what it imports and reads, which all workers need alike."""
-    places, files = {os.path.dirname(os.path.abspath(path)), os.getcwd()}, {}
-    for file in seen:
+def files_of(path, opened):
+    """{name: digest} of FILES of the files that lie beneath the directory of an objective, or the present one: what it
+    imports and reads, which all workers need alike. opened: paths."""
+    place, files = os.path.dirname(os.path.abspath(path)), {}
+    for file in opened:
         with contextlib.suppress(ValueError, OSError):       # no .pyc of a source; it is gone
             file = importlib.util.source_from_cache(file) if file.endswith(".pyc") else file
-            near = min((os.path.relpath(file, place) for place in places), key=len)
-            if not near.startswith("..") and not file.startswith(sys.prefix) and not os.path.samefile(file, path):
-                files[near] = sha256_of(file)[:16]
+            if file.startswith((place, os.getcwd())) and not file.startswith(sys.prefix):
+                files[os.path.relpath(file, place)] = sha256_of(file)[:16]
     return dict(sorted(files.items())[:FILES])
 
 
@@ -218,20 +201,17 @@ def judged(functions, texts, loop, state, tries=TRIES):
     function gets of `texts`, a dict of lists, what it takes; as with TRL. loop: for asynchronous ones, which run
     together; state: as trainer_state. What fails is tried again, as are texts that are not judged. Raises
     ObjectiveError."""
-    again = functools.partial(judged, functions, loop=loop, state=state, tries=tries - 1)
     try:
         answers, columns = _judged_once(functions, texts, loop, state)
     except ObjectiveError:
         if tries == 1:
             raise
-        return again(texts)
+        return judged(functions, texts, loop, state, tries - 1)
     missing = [i for i, answer in enumerate(answers) if answer is None]
     if missing and tries > 1 and "reply" not in functions:
-        late, more = again({name: [values[i] for i in missing] for name, values in texts.items()})
-        for values, new in (answers, late), *((columns.setdefault(name, [None] * len(answers)), column)
-                                              for name, column in more.items()):
-            for i, value in zip(missing, new):
-                values[i] = value
+        left = {name: [values[i] for i in missing] for name, values in texts.items()}
+        for i, late in zip(missing, judged(functions, left, loop, state, tries - 1)[0]):
+            answers[i] = late
     return answers, columns
 
 
@@ -452,10 +432,11 @@ class Objective:
     _reads_rows = False        # whether a reward has differed with another row of DATA
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
-        # a judge shows what it prints
-        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()), opened_files() as seen:
+        opened = {}
+        sys.addaudithook(lambda event, about: event == "open" and opened.setdefault(os.path.abspath(str(about[0]))))
+        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
             names, _ = read(path)
-        self.files = files_of(path, seen)
+        self.files = files_of(path, [*opened])
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, names, "TOKENS", 64, 1, LONGEST - 1)

@@ -43,12 +43,12 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
 
     longest = longest_answer(train[0])
     if vocab_size is None:
-        vocab_size = 256 if longest else egg_config.VOCAB_SIZE
-        if longest:
-            say("plain bytes: each line is a prompt and its answer (--vocab-size N makes tokens)")
-        elif sum(map(len, train)) < TOKENS_FROM:
+        vocab_size = egg_config.VOCAB_SIZE
+        if longest or sum(map(len, train)) < TOKENS_FROM:
             vocab_size = 256
-            say(f"plain bytes: {TOKENS_FROM:,} bytes to train on are enough for tokens (--vocab-size N makes them)")
+            why = "each line is a prompt and its answer" if longest else \
+                f"{TOKENS_FROM:,} bytes to train on are enough for tokens"
+            say(f"plain bytes: {why} (--vocab-size N makes tokens)")
     files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
     if vocab_size != 256:
         bpe, pieces = _train_bpe(train, vocab_size, say)
@@ -98,12 +98,11 @@ def need_room(directory, force):
 
 
 def longest_answer(text):
-    """Bytes of the longest line of a text whose lines are prompts and answers: short ones, in nearly all of which the
-    same sign stands once, between the two. 0 for other texts."""
+    """Bytes of the longest line of a text whose lines are prompts and answers: short ones, in which the same sign
+    stands once, between the two. 0 for other texts."""
     lines = text[:PROBE].split(b"\n")[1:-1]
-    longest = max(map(len, lines), default=0)
-    with_sign = max(sum(line[1:-1].count(sign) == 1 for line in lines) for sign in SIGNS)
-    return longest if len(lines) > 20 and longest < LONGEST_ANSWER and with_sign >= 0.95 * len(lines) else 0
+    longest = max(map(len, lines), default=LONGEST_ANSWER)
+    return longest * (longest < LONGEST_ANSWER and any(all(line.count(sign) == 1 for line in lines) for sign in SIGNS))
 
 
 def training_on(directory, gpu, n_tokens, plain, counts, longest=0):

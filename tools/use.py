@@ -31,19 +31,18 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None, s
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
     UseError, EngineError."""
-    with contextlib.ExitStack() as stack:
-        try:
-            run = stack.enter_context(contextlib.closing(history.read_run(cfg, directory)))
-            if step is not None and step > run.step:
-                raise UseError(f"{directory} has only {run.step} steps")
-        except (history.Damaged, UseError) as error:         # a snapshot needs no history
-            if best or (state := snapshots.whole(cfg, directory, step)) is None:
-                raise
-            console.line(f"{error}; here is its snapshot of step {state.step}")
-            engine = train.make_engine(cfg, None, device, threads)
-            engine.load(state)
-            return engine
+    try:
+        run = history.read_run(cfg, directory)
+    except history.Damaged as damage:
+        state = snapshots.whole(cfg, directory, damage, step)
+        console.line(f"{damage}; here is its snapshot of step {state.step}")
+        engine = train.make_engine(cfg, None, device, threads)
+        engine.load(state)
+        return engine
+    with contextlib.closing(run):
         last = run.step if step is None else step
+        if last > run.step:
+            raise UseError(f"{directory} has only {run.step} steps")
         state = _state(cfg, run, best, console.line, last)
         until = state.step if best else last
         engine = train.make_engine(cfg, None, device, threads)
