@@ -18,7 +18,8 @@ from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
-from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, changed, expected
+from fakes import (ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, changed,
+                   expected)
 from model import integer_tables, steps
 from pages import EVERYBODY, state_of
 
@@ -286,6 +287,20 @@ def test_digits_of_an_odd_share_are_audited(tmp_path):
         until(lambda: len(dispatcher.work.done) == 2)
         odd.works(0, 1, packed=steps.pack_digits(b"\1" * count))
         until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
+
+
+def test_chunks_that_vote_from_rewards_are_not_odd(tmp_path):
+    """Equal rewards are no votes at all; what votes from text is compared with its like."""
+    cfg = changed(**REWARDED, TEXT_SHARE=0.5)
+    with Server(tmp_path, cfg) as server:
+        peer, = named(server, "honest")
+        dispatcher, empty = server.dispatcher, steps.pack_digits(bytes(cfg.CHUNK_DIGITS))
+        kinds = [dispatcher.votes_from_text(chunk) for chunk in range(4)]
+        assert sorted(kinds) == [False, False, True, True]
+        dispatcher._usual_share = 0.5
+        peer.works(0, 4, packed=empty)
+        until(lambda: server.worker().results == 4 or server.run.step)
+        assert server.run.step or dispatcher.work.audited == {k for k in range(4) if kinds[k]}
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
