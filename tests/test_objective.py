@@ -479,7 +479,8 @@ def test_what_a_file_imports_and_reads_is_known(judged, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_it.py").write_text("ONE = 1\n")
     (tmp_path / "words.txt").write_text("a b")
-    text = "import beside_it, json, numpy\nopen('words.txt').read()\nopen('/etc/hosts').close()\n" + LETTERS
+    text = ("import beside_it, json, numpy\nopen('words.txt').read()\nopen('/etc/hosts').close()\n"
+            "open('log.txt', 'w').write('it begins')\n" + LETTERS)
     first = judged(text).files
     assert {*first} == {"beside_it.py", "words.txt", "own.py"}
     (tmp_path / "words.txt").write_text("a c")

@@ -433,7 +433,8 @@ class Objective:
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
         opened = {}
-        sys.addaudithook(lambda event, about: event == "open" and opened.setdefault(os.path.abspath(str(about[0]))))
+        sys.addaudithook(lambda event, about: event == "open" and about[1] in ("r", "rb", "rt")
+                         and opened.setdefault(os.path.abspath(str(about[0]))))
         with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
             names, _ = read(path)
         self.files = files_of(path, [*opened])
