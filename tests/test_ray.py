@@ -172,7 +172,7 @@ def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
 
 @mark.parametrize("arguments, status, words", [
     (["--save-dir", "x", "-D", "HIDDEN_DIM=65"], 2, "HIDDEN_DIM"), ([], 2, "--save-dir"),
-    (["--save-dir", "x", "-D", "INPUT_FILE=none.bin"], 2, "none.bin is missing"),
+    (["--save-dir", "x", "-D", "INPUT_FILE=none.bin"], 1, "none.bin is missing"),
     (["--save-dir", "/proc/none", *DEFINES], 1, "/proc/none"),
     (["--save-dir", "x", "--cpus", 64, "--wait", 0.1, *DEFINES], 1, "no worker yet: a worker needs"),
     (["--save-dir", "x", "--address", "ray://127.0.0.1:1", *DEFINES], 1, "ray job submit"),
