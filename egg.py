@@ -274,7 +274,7 @@ def train(cfg, args):
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
         console.line("continue it: " + command_line("train", "--save-dir", directory, *objective))
-    if directory and done.loss:
+    if directory and done.seconds:
         console.line("plot it: " + command_line("plot", directory))
         console.line("try it: " + command_line("generate", "--load-dir", directory))
     return directory
@@ -779,7 +779,7 @@ def objective_of(args):
     """(file, its SHA-256, settings of a run that it begins) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
-        with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
+        with egg_config.explained(egg_config.UsageError, path, advice), open(path, "rb") as file:
             source = file.read()
         settings = {} if args.run else egg_config.OBJECTIVE_SETTINGS
         with contextlib.suppress(SyntaxError, ValueError):           # tools.objective.read tells of them

@@ -96,10 +96,12 @@ class Session(hub.Connection):
 
 class Bans:
     """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever somebody
-    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}."""
+    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}; warn:
+    takes a line, once, where the file cannot be read."""
 
-    def __init__(self, directory=None):
+    def __init__(self, directory=None, warn=hub.nothing):
         self.path = directory and os.path.join(directory, BANNED_FILE)
+        self._warn = functools.cache(warn)
         self.errors = Newest(REFUSALS)
         self._unwritten = Newest(REFUSALS)
 
@@ -117,7 +119,14 @@ class Bans:
             self._unwritten[name] = why
 
     def all(self):
-        """{name: why}. Raises OSError where the file cannot be read."""
+        """{name: why}; without those of a file that cannot be read."""
+        try:
+            return self._read()
+        except OSError as error:
+            self._warn(f"{self.path}: {reason(error)}: nobody is let in until it can be read")
+            return dict(self._unwritten)
+
+    def _read(self):
         text = ""
         if self.path and os.path.lexists(self.path):
             text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
@@ -127,7 +136,7 @@ class Bans:
     def message(self, name):
         """Why this worker may not take part, None where it may. Raises Refused while nobody can know."""
         try:
-            why = self.all().get(name)
+            why = self._read().get(name)
         except OSError as error:
             raise Refused(f"nobody is let in while {self.path} cannot be read: {reason(error)}", FULL) from None
         lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
@@ -139,15 +148,14 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, the newest of them, so that they keep no worker
     out."""
 
-    validation = bytes(32)     # digest of the held-out data, zeros while unknown
-
     def __init__(self, coordinator, access, most):
         self.coordinator = coordinator
         self.cfg = coordinator.cfg
         self.access = access
         auth.stretched(access.secret)                # takes a while, once
         self.limits = wire.limits(self.cfg)
-        self.bans = Bans(coordinator.run.directory)
+        self.bans = Bans(coordinator.run.directory, coordinator.events.warn)
+        self._same = Newest(REFUSALS)                # {name: digest} of what the first worker had, see auth.Card
         self.arrivals = {}                           # {session: True}, the oldest first
         self._most_arrivals = min(ARRIVALS, most // 4)
         self.most = most - self._most_arrivals
@@ -230,12 +238,12 @@ class Admission:
                 raise Refused("other training data than this run has: give every worker the same INPUT_FILE; to go on "
                               f"with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
             run.keep_data(card.data)
-        if any(card.validation):
-            if any(self.validation) and card.validation != self.validation:
-                raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE, or "
-                              "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
-                              OTHER_DATA)
-            self.validation = card.validation
+        same = {**card.same, **({"held-out data": card.validation} if any(card.validation) else {})}
+        if differ := [name for name, digest in same.items() if self._same.get(name, digest) != digest]:
+            raise Refused(f"other {' and '.join(differ[:3])} than the first worker had: give every worker the same; to "
+                          "go on with others, start the coordinator again", OTHER_DATA)
+        for name, digest in same.items():
+            self._same[name] = digest
 
 
 class Arrival(Role):

@@ -140,7 +140,8 @@ class Console(Printer):
     def _figures(self):
         step = self._step
         val = "val {value:.2f} {unit}".format(**self._validation) if self._validation else ""
-        return [f"loss {step['loss']:.2f} {step['unit']}", val, f"{step['tokens_per_second'] / 1e3:,.0f} k/s",
+        loss = "" if step["loss"] is None else f"loss {step['loss']:.2f} {step['unit']}"
+        return [loss, val, f"{step['tokens_per_second'] / 1e3:,.0f} k/s",
                 f"{count_text(step['tokens'])} tokens"]
 
     def _step_line(self, event):
@@ -148,7 +149,7 @@ class Console(Printer):
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
-                f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
+                f"Loss: {(event['loss'] or 0) / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
                 f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | "
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
@@ -172,7 +173,8 @@ class Console(Printer):
 
 def rewards_text(texts, mean, numbers):
     """str: what tools.objective.Objective.measured tells."""
-    text = f"{mean:.4f}, the mean of {texts} texts after held-out prompts\n  " + ", ".join(
+    head = "none judged" if mean is None else f"{mean:.4f}, the mean"
+    text = f"{head} of {texts} texts after held-out prompts\n  " + ", ".join(
         f"{one_line(name, LONGEST_NAME)} {round(number, 4):,}" for name, number in numbers.items())
     if numbers.get("seen_prompts_differ", 1) < HARDLY_ANY:
         text += "\n  after nearly all prompts the texts earn the same, so that hardly anything can be learnt"

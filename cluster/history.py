@@ -61,6 +61,12 @@ class HistoryError(EggError):
     """About a save directory or the files in it."""
 
 
+class Damaged(HistoryError):
+    """A history whose middle or header is damaged. step: the first that cannot be read."""
+
+    step = 0
+
+
 def open_file(path, mode="rb"):
     """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device. To
     append (mode "ab"), the file need not be there."""
@@ -375,28 +381,31 @@ class Run:
         rest = self._pread(longest + HEAD, at)
         later = re.finditer(re.escape((self.step + 1).to_bytes(8, "little")), rest)
         if size - at > longest or any(is_intact(rest[match.start() - 4:][:HEAD], HEAD) for match in later):
-            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
-                               f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
-                               f"`truncate -s {at} {shlex.quote(self._name)}`")
+            damage = Damaged(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: restore "
+                             f"the file from a copy; to continue from step {self.step} instead, cut it with `truncate "
+                             f"-s {at} {shlex.quote(self._name)}`")
+            damage.step = self.step
+            raise damage
         if self._lock is not None:
             os.ftruncate(self._file.fileno(), at)
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 
 
-def open_run(cfg, save_dir=None, load_dir=None):
+def open_run(cfg, save_dir=None, load_dir=None, mend=None):
     """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
     begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, by default in
-    load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. Raises
-    HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable.
+    load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. mend: see
+    `open_directory`. Raises HistoryError: another configuration (naming the constants that differ), damage, a directory
+    in use or not writable.
     """
     for library in LOADED_LATER:
         if importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
-        return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
+        return open_directory(cfg, save_dir, mend=mend) if save_dir is not None else _temporary_run(cfg)
     target = save_dir or beside(load_dir)
     if holds_run(target):
-        run = open_directory(cfg, target)
+        run = open_directory(cfg, target, mend=mend)
         if os.path.realpath(target) != os.path.realpath(load_dir):
             run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
         return run
@@ -445,11 +454,17 @@ def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not _is_ours(directory):
         return {}
-    config, *_ = _header_of(_file_of(directory))
-    config.pop(VOTES, None)
+    settings = config = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
-        settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT))
-        config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
+        settings = dict(json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items())
+        config = determining(settings)
+    try:
+        config, *_ = _header_of(_file_of(directory))
+    except Damaged:
+        if not config:
+            raise
+    config.pop(VOTES, None)
+    config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(config.pop(name, "")))
         if os.path.isfile(path):
@@ -459,7 +474,9 @@ def configuration(directory):
 
 def has_old_votes(directory):
     """Whether a run cannot go on, as the rules of its noise on activations have changed. Raises HistoryError."""
-    return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+    with contextlib.suppress(Damaged):
+        return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+    return False
 
 
 def _has_old_votes(config):
@@ -571,24 +588,28 @@ def _temporary_run(cfg):
     return Run(cfg, file)
 
 
-def open_directory(cfg, directory, start=None):
-    """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
-    path = _file_of(directory)
+def begin_anew(cfg, directory, start):
+    """Writes a history without a step. Raises OSError."""
+    write_file(directory, FILE, _header(cfg, start))
+
+
+def open_directory(cfg, directory, start=None, mend=None):
+    """The Run in `directory`, locked; begun at `start` if there is none. mend(cfg, directory, Damaged): mends a damaged
+    one, and returns a line about it. Raises HistoryError."""
     with contextlib.ExitStack() as undo:
         try:
             make_directory(directory)
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            header = _header(cfg, start or Start(0, 0))
-            blank = os.path.exists(path) and is_blank(directory)
-            other = blank and read_file(path, LONGEST_TEXT) != header
-            if blank:
-                remove(os.path.join(directory, DATA_FILE))
-            if other or not os.path.exists(path):
-                write_file(directory, FILE, header)
-            run = Run(cfg, open_file(path, "r+b"), directory, lock)
-            run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
+            try:
+                run = _locked_run(cfg, directory, start, lock)
+            except Damaged as damage:
+                if not mend:
+                    raise
+                line = mend(cfg, directory, damage)
+                run = _locked_run(cfg, directory, start, lock)
+                run.notices.append(line)
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:
@@ -600,13 +621,27 @@ def open_directory(cfg, directory, start=None):
     for name in os.listdir(directory):       # of one that was killed
         if PARTS.fullmatch(name):
             remove(os.path.join(directory, name))
-    settings = cfg.settings()
+    settings = cfg.agreed() | cfg.settings()         # the first for a header that is damaged
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
     if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
         settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
+    return run
+
+
+def _locked_run(cfg, directory, start, lock):
+    """The Run in a directory, begun if there is none, or one without a step that is another. Raises OSError."""
+    path, header = _file_of(directory), _header(cfg, start or Start(0, 0))
+    blank = os.path.exists(path) and is_blank(directory)
+    other = blank and read_file(path, LONGEST_TEXT) != header
+    if blank:
+        remove(os.path.join(directory, DATA_FILE))
+    if other or not os.path.exists(path):
+        write_file(directory, FILE, header)
+    run = Run(cfg, open_file(path, "r+b"), directory, lock)
+    run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
     return run
 
 
@@ -698,8 +733,8 @@ def _read_header(file, name):
             struct.pack("<QIQ", start.step, start.seed, start.epoch)         # they are numbers
             bytes.fromhex(start.state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
-        raise HistoryError(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move "
-                           "it away to begin again") from None
+        raise Damaged(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move it "
+                      "away to begin again") from None
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the egg that wrote it")
     return config, start, end

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import struct
 from collections import namedtuple
 
@@ -113,6 +114,29 @@ def unpack(cfg, data, sha256=None):
         return parameters.from_raw(cfg, raw, head.step, head.seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
+
+
+def whole(cfg, directory, damage, step=None):
+    """The State of the newest snapshot in the save directory of a run whose history is damaged (history.Damaged), or of
+    the one of a step, that is whole. Raises `damage` without one."""
+    matches = filter(None, map(history.SNAPSHOT.fullmatch, os.listdir(directory)))
+    for match in sorted(matches, key=lambda match: -int(match[1])):
+        if step in (None, int(match[1])):
+            with contextlib.suppress(ValueError, OSError):
+                return read(cfg, os.path.join(directory, match[0]))
+    raise damage
+
+
+def mend(cfg, directory, damage):
+    """Lets a run whose history is damaged go on from its newest whole snapshot: where that is not older than what can
+    be read, or where workers need no earlier steps. Returns a line about it. Raises `damage`, OSError."""
+    state, path = whole(cfg, directory, damage), os.path.join(directory, history.FILE)
+    if state.step < damage.step and cfg.PERTURB == "weights":
+        raise damage
+    shutil.copyfile(path, copy := history.unused(f"{path}.damaged"))
+    history.begin_anew(cfg, directory, history.Start(state.step, state.seed, state_hash(state).hex()))
+    return (f"{path} is damaged: the run goes on from step {state.step}, the steps after that are gone; {copy} is the "
+            "damaged file")
 
 
 def check(path):
@@ -225,8 +249,8 @@ class Upload:
 
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
-    old ones are removed. damaged: lines about files that cannot be used; doubtful: steps of those that `check` has not
-    come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
+    old ones are removed. damaged: {line: file, or None} about files that cannot be used; doubtful: steps of those that `check` has
+    not come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
 
     stopped = False
 
@@ -238,7 +262,7 @@ class Shelf:
         self.digests = {}                # step -> digest, of those that were uploaded, also before they are in `files`
         self.figures = {}                # step -> figure, see `ranked`
         self.sha256 = {}                 # step -> SHA-256 of the state
-        self.damaged = []
+        self.damaged = {}
         self.doubtful = set()
         for match in self._matches():
             self._take(match)
@@ -255,17 +279,18 @@ class Shelf:
                 if head.size != os.fstat(file.fileno()).st_size - HEAD_SIZE:
                     raise ValueError("it is cut short")
         except (OSError, ValueError) as error:
-            return self._damaged(match[0], error)
+            return self._note(match[0], error)
         if not fits(self.cfg, head):
-            self.damaged.append(f"{self._place(match[0])} is of another configuration and not used")
+            self.damaged[f"{self._place(match[0])} is of another configuration and not used"] = None
         elif head.step == int(match[1]) and self._is_of_run(head):
             self.files[head.step] = match[0]
             self.sha256[head.step] = head.sha256
             if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
                 self.figures[head.step] = float(match[3])
 
-    def _damaged(self, name, error):
-        self.damaged.append(f"{self._place(name)} is damaged and not used: {getattr(error, 'strerror', None) or error}")
+    def _note(self, name, error):
+        why = getattr(error, "strerror", None) or error
+        self.damaged[f"{self._place(name)} is damaged and not used: {why}"] = name
 
     def _is_of_run(self, head):
         """With noise on activations the history may begin later than the epoch: of the snapshots between, the best
@@ -290,12 +315,14 @@ class Shelf:
             try:
                 yield functools.partial(check, self.path(step))
             except (OSError, ValueError) as error:
-                self._damaged(self.files.pop(step), error)
+                self._note(self.files.pop(step), error)
                 del self.sha256[step]
             except GeneratorExit:
                 return self.doubtful.clear()
             self.doubtful.discard(step)
-        for line in self.damaged:
+        for line, name in self.damaged.items():
+            if name and os.access(self._place(name), os.R_OK):       # it is named once
+                os.replace(self._place(name), self._place(f"{name}.damaged"))
             warn(line)
         start = self.run.start
         if start.step and max(self.files, default=0) < start.step:

@@ -8,13 +8,17 @@ import signal
 import sys
 import types
 
-from egg_config import EggError
+from egg_config import EggError, UsageError
 
 OLDEST = (8, 0)     # lowest compute capability that is supported
 
 
 class EngineError(EggError):
     """One line that names the device that cannot be used here, and a remedy."""
+
+
+class NoDevice(EngineError, UsageError):
+    """The device that was asked for is not there."""
 
 
 def cores(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
@@ -78,7 +82,7 @@ def devices(cfg):
     else:
         return usable
     if cfg.DEVICE == "cuda":
-        raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
+        raise NoDevice(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
         _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
@@ -98,7 +102,7 @@ def one_device(cfg, gpu=None):
     """The device of one worker: GPU number `gpu`, or the first of `devices`. Raises EngineError for an unusable GPU."""
     usable = devices(cfg)
     if gpu is not None and f"cuda:{gpu}" not in usable:
-        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
+        raise NoDevice(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
 
 

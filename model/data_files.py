@@ -11,7 +11,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from egg_config import EggError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, sha256_of
 
 MARK = "decoding.sha256"     # beside tokens: that of the decoding.bin with which they were made
 END = b"<|endoftext|>"        # the bytes of the token for the end of a text, where a vocabulary has one
@@ -39,6 +39,10 @@ ADVICE = {SHORT: "numpy.fromfile(FILE, '<u2').astype('<u4').tofile(NEW) makes ui
 
 class DataError(EggError):
     """About a data file."""
+
+
+class UnusableData(DataError, UsageError):
+    """Data with which no run can begin."""
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from cluster import admission, auth, hub, link, status, wire
 from cluster.auth import (Access, AuthError, client_tls, key_of, listen_host,
                           read_secret, server_tls, whole_secret)
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, V2, frame
-from commands import fails, process
+from commands import certificate, fails, process
 from coordinators import Peer, Peer2, Server, listening, named, refused, turned_away, until, whole
 from fakes import CFG, FakeEngine, SECRET, changed, expected
 from recordings import HERE
@@ -95,10 +95,15 @@ def test_tls(tmp_path, certificates):
         with refused("check that it is an egg coordinator of protocol 2, and give --tls-ca if it has TLS"):
             status.fetch_status(CFG, "127.0.0.1", server.port, Access(SECRET))
         assert "no TLS" in server.said
+        stranger, _ = certificate(tmp_path, "stranger", "-subj", "/CN=localhost")
+        with refused("its certificate is not good") as told:
+            Peer2(server, access=Access(SECRET, client_tls(stranger)))
+        assert told.value.status == 2                # nothing would mend it
     with Server(tmp_path) as server:
         turned_away("it has no secret, and here is one", server, secret=SECRET)
-        with raises((egg_net.NetError, OSError)):
+        with raises((egg_net.NetError, OSError)) as told:
             Peer2(server, access=ours)
+        assert getattr(told.value, "status", 2) == 2
     for wrong in (cert, None), (None, key), (key, key):
         with raises(AuthError):
             server_tls(*wrong)

@@ -161,10 +161,10 @@ def test_what_cannot_begin_is_one_line(here):
     fails(process("hatch", cwd=here), 2, "hatch")
     fails(run("arch", EGG_HEAD_DIM="48"), 2, "HEAD_DIM = 48")
     fails(run("prepare 'no such text'"), 1, "no such text: No such file")
-    fails(run("worker localhost -D DEVICE=cuda --gpu 999"), 1)
-    fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
+    fails(run("worker localhost -D DEVICE=cuda --gpu 999"), 2)
+    fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 2, "input.bin is missing", "prepare TEXT")
     (here / "input.bin").write_bytes(bytes(64))
-    fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    fails(run("worker localhost -DVOCAB_SIZE=256"), 2, "input.bin holds 64 tokens, too few", "66 are needed")
     assert succeeds(run("worker localhost --list-devices -D DEVICE=cpu")) == "cpu\n"
 
 

@@ -176,7 +176,7 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
     assert run("portable")[0] == "compiled"
 
 
-def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
+def test_a_new_process_compiles_what_a_gpu_runs(tmp_path):
     """Without a GPU: to the machine code of the card."""
     from engine import cuda_engine
     made = {tmp_path / k.name: k for k in kernels_for(configured())[2]["step"] if k.name in ("rescale", "cut_windows")}

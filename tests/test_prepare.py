@@ -55,6 +55,15 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         configured(preset, *args.defines)
 
 
+def test_prompts_and_answers_get_settings_with_which_they_are_learnt(here):
+    """As for examples/sort.py: a window of a few lines, soft targets that follow all of a prompt; plain bytes."""
+    (here / "t.txt").write_text("".join(f"{k * 7919 % 1000:03}>{k * 7919 % 1000:03}.\n" for k in range(30000)))
+    told = succeeds(run("prepare t.txt --out mine"))
+    assert "each line is a prompt and its answer" in told
+    assert "--preset laptop-bytes -D DETOKENIZE=0 -D SEQ_LEN=16 -D SOFT_TARGETS=0:7 -D INPUT_FILE=" in told
+    assert prepare.longest_answer(TEXT) == prepare.longest_answer(b"a>b") == 0
+
+
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
     (here / "t.txt").write_bytes(TEXT)
     with monkeypatch.context() as patched:                       # bytes need no library
@@ -110,7 +119,7 @@ def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled
     line = f"train --preset laptop -D VOCAB_SIZE={max(size, 300)} --steps 1 --save-dir ckpt -D SOFT_TARGETS="
     for files in "aab", "aba", "baa":
         names = [f"-D{name}={at}/{file}" for (name, file), at in zip(prepare.FILES.items(), files)]
-        fails(run(line, *names), 1, "was made with another vocabulary than ", "the three files of one `python egg.py")
+        fails(run(line, *names), 2, "was made with another vocabulary than ", "the three files of one `python egg.py")
     succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
     ask = "generate --load-dir ckpt --prompt the --tokens 3"
     succeeds(run(ask))

@@ -163,8 +163,43 @@ def flip(path):
     path.write_bytes(data)
 
 
-@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
-                  ids=["weights", "activations"])
+RARELY = [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)]
+
+
+@mark.parametrize("cfg", RARELY, ids=["weights", "activations"])
+@mark.parametrize("damage", ["header", "early", "late"])
+def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(tmp_path, cfg, damage):
+    """With a digit a pair the history is the run, so that no later step of it is given up."""
+    at = str(tmp_path / "run")
+    cluster(at, [FakeEngine(cfg, 0.003)], 11, cfg, save=True, drain=5)
+    with closing(history.read_run(cfg, at)) as run:
+        known = {"early": run.start.step + 1, "late": 9}.get(damage, 0)
+        place = 40 if damage == "header" else run._offsets[known - run.start.step] + 30
+    file = tmp_path / "run" / history.FILE
+    newest = max(int(path.name[9:17]) for path in file.parent.glob("snapshot-*"))
+    for name in (file.parent.glob(f"snapshot-{newest:08d}*") if damage == "late" else ()):
+        name.unlink()                                        # that of the end
+    newest = 8 if damage == "late" else newest
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.has_old_votes(at)
+    lines = egg_net.Console(Lines())
+    assert use.load(cfg, at, console=lines).step == newest
+    assert f"here is its snapshot of step {newest}" in lines.stream.text
+    if damage == "late" and cfg is RARELY[0]:
+        with refused("truncate", history.Damaged):
+            history.open_run(cfg, at, mend=snapshots.mend)
+        return
+    with Server(at, cfg, save=True, steps=14, mend=snapshots.mend) as server:
+        line, = server.run.notices
+        assert f"the run goes on from step {newest}, the steps after that are gone" in line
+        server.work(engine := FakeEngine(cfg))
+    assert engine.digest() == expected(14, cfg)[1]
+    assert bytes(data) == (file.parent / f"{history.FILE}.damaged").read_bytes()
+
+
+@mark.parametrize("cfg", RARELY, ids=["weights", "activations"])
 def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
@@ -178,9 +213,13 @@ def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, 
         server.reaches(13)
         assert server.said.count(f"{newest} is damaged and not used: ") == 1
         assert server.said.count("snapshot-00000007.egg is damaged and not used: not a snapshot") == 1
+        assert (tmp_path / "snapshot-00000007.egg.damaged").exists() and os.path.exists(f"{newest}.damaged")
         until(lambda: late.step == 13)
         assert late.digest() == expected(13, cfg)[1]
         until(lambda: server.shelf.newest == 12)
+    with Server(tmp_path, cfg, save=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        assert "is damaged" not in server.said               # once
 
 
 def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
@@ -334,7 +373,7 @@ def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
     path.write_bytes(other)
     with closing(history.read_run(cfg, tmp_path)) as run:
         shelf = snapshots.Shelf(cfg, run)
-    assert not shelf.files and shelf.damaged == [f"{path} is of another configuration and not used"]
+    assert not shelf.files and [*shelf.damaged] == [f"{path} is of another configuration and not used"]
 
 
 def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):

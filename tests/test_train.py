@@ -198,12 +198,12 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
 
 def test_a_copied_run_and_the_same_file_twice(bytes_here, compiled):
     succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
-    fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 1, "is both INPUT_FILE and VAL_FILE: give a")
+    fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 2, "is both INPUT_FILE and VAL_FILE: give a")
     os.mkdir("elsewhere")
     shutil.move("ckpt", "elsewhere/ckpt")
     os.chdir("elsewhere")
     os.rename("../my data", "../other")
-    fails(run("train --save-dir ckpt"), 1, f"input.bin is missing in {os.getcwd()}", "-D INPUT_FILE=...")
+    fails(run("train --save-dir ckpt"), 2, f"input.bin is missing in {os.getcwd()}", "-D INPUT_FILE=...")
 
 
 def test_habits_from_elsewhere(bytes_here, compiled):

@@ -146,6 +146,16 @@ def test_a_worker_that_is_alone_may_take_its_time(tmp_path, monkeypatch):
     assert "handed out again" not in server.said
 
 
+def test_a_worker_that_computes_gives_signs_of_life(tmp_path, monkeypatch):
+    """A chunk may take longer than a connection may be silent."""
+    monkeypatch.setattr("cluster.link.HEARTBEAT_EVERY", 0.2)
+    with Server(tmp_path, CFG.changed(IDLE_TIMEOUT=1.0), steps=1) as server:
+        server.work(engine := FakeEngine(pause=1.5))
+        until(lambda: engine.evaluated)
+        engine.pause = 0.0
+    assert len(engine.evaluated) == 4 and "said nothing" not in server.said
+
+
 SEED1 = steps.next_seed(42, 0)
 
 

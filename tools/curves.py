@@ -61,7 +61,8 @@ class Curve:
                 self._before = self.seconds if event["step"] else 0.0
             case "step":
                 bits = 1.0 if "unit" in event else self._bits
-                self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
+                if event["loss"] is not None:
+                    self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
                 self.steps = event["step"] + 1
                 self.seconds = self._before + event["elapsed"]
             case "validation" | "reward" as quantity:
@@ -105,7 +106,7 @@ def read_curve(path, curve=None):
                 if number % every == 0 or b'"event": "step"' not in line:
                     with contextlib.suppress(*INCOMPLETE):
                         curve.add(json.loads(line))
-    if not curve.loss and not curve.validation:
+    if not curve.steps and not curve.validation:
         raise WatchError(f"{name} holds no step of a run: {ADVICE}")
     return curve
 

@@ -22,6 +22,9 @@ VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
 TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
 LEARN_BYTES = 1 << 26        # of a longer text the BPE learns from about so many bytes, spread evenly
+PROBE = 1 << 16              # bytes of a text in which prompts and answers are looked for
+SIGNS = b">", b"=", b":", b"?", b"|", b"\t"
+LONGEST_ANSWER = 48          # bytes of a line
 ENCODE_BYTES = 1 << 16       # approximate bytes of text that are encoded at once
 
 
@@ -30,8 +33,9 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     texts: paths of files and directories, read one after the other, see data_files.read_text; vocab_size None: what
     suits the length of the text; val: path of the held-out text, None: see `split`. The BPE learns from the training
     part alone. `say` takes lines, `progress` such as replace each other; field: of JSON lines. Returns what `advise`
-    says, before anything is written, of the number of tokens in the vocabulary, whether the files hold plain bytes, and
-    how many tokens there are to train on, and held out. Raises DataError and then leaves old files."""
+    says, before anything is written, of the number of tokens in the vocabulary, whether the files hold plain bytes, how
+    many tokens there are to train on, and held out, and what `longest_answer` finds. Raises DataError and then leaves
+    old files."""
     tell = progress or say
     text = _text(texts, "prepare", say, field)
     train, held_out = ([text], [_text([val], "hold out", say, field)]) if val else split(text)
@@ -41,11 +45,14 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
                         "with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
 
+    longest = longest_answer(train[0])
     if vocab_size is None:
         vocab_size = egg_config.VOCAB_SIZE
-        if sum(map(len, train)) < TOKENS_FROM:
+        if longest or sum(map(len, train)) < TOKENS_FROM:
             vocab_size = 256
-            say(f"plain bytes: {TOKENS_FROM:,} bytes to train on are enough for tokens (--vocab-size N makes them)")
+            why = "each line is a prompt and its answer" if longest else \
+                f"{TOKENS_FROM:,} bytes to train on are enough for tokens"
+            say(f"plain bytes: {why} (--vocab-size N makes tokens)")
     files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
     if vocab_size != 256:
         pieces = _train_bpe(train, vocab_size, say, tell)
@@ -56,7 +63,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
         files[MARK] = [hashlib.sha256(b"".join(files["decoding.bin"])).hexdigest().encode()]
     plain = vocab_size == 256
     counts = [sum(map(len, files[name])) // (1 if plain else 4) for name in ("input.bin", "val.bin")]
-    advice = advise(n_tokens, plain, counts)
+    advice = advise(n_tokens, plain, counts, longest)
     to_mend = "nothing was changed there; give --out a directory that can be written"
     with explained(DataError, out, to_mend), contextlib.ExitStack() as stack:    # any error leaves the old files
         os.makedirs(out, exist_ok=True)
@@ -104,17 +111,27 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, gpu, n_tokens, plain, counts):
+def longest_answer(text):
+    """Bytes of the longest line of a text whose lines are prompts and answers: short ones, in which the same sign
+    stands once, between the two. 0 for other texts."""
+    lines = text[:PROBE].split(b"\n")[1:-1]
+    longest = max(map(len, lines), default=LONGEST_ANSWER)
+    return longest * (longest < LONGEST_ANSWER and any(all(line.count(sign) == 1 for line in lines) for sign in SIGNS))
+
+
+def training_on(directory, gpu, n_tokens, plain, counts, longest=0):
     """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine. counts: tokens
-    to train on, and held out. Raises DataError where they are too few for a window."""
+    to train on, and held out; longest: see `longest_answer`. Raises DataError where they are too few for a window."""
     preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
     constants = {"DETOKENIZE": 0} if plain else {}
+    if plain and longest:                            # an answer depends on all of its prompt, and on no other line
+        constants |= {"SEQ_LEN": longest // 16 * 16 + 16, "SOFT_TARGETS": "0:7"}
     if not plain and n_tokens != egg_config.VOCAB_SIZE:
         constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
-    cfg = egg_config.load(preset, environ={})
+    cfg = egg_config.load(preset, [f"{name}={value}" for name, value in constants.items()], environ={})
     if min(counts) < cfg.SEQ_LEN + 2:
         raise DataError(f"{min(counts)} tokens in one of these files are too few to train with --preset {preset}, "
                         f"which needs {cfg.SEQ_LEN + 2}: give more text, or held-out text with --val FILE")

@@ -42,11 +42,14 @@ def open_data(cfg, console=None):
     def warn(line):
         console.line("warning: " + line)
 
-    decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
              "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
-    return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
+    try:
+        decoding, tokens = data_files.load_decoding(cfg, warn), data_files.open_tokens(cfg, cfg.INPUT_FILE)
+        return Data(tokens, data_files.open_validation(cfg, decoding, warn), decoding)
+    except data_files.DataError as error:
+        raise data_files.UnusableData(str(error)) from None
 
 
 def print_references(cfg, data, console, emit=None):
@@ -136,9 +139,9 @@ def opened_objective(cfg, path, data, processes=None, steps=None):
         return
     from tools import objective
     advice = "the file of --objective must be on the disk of this machine"
-    with explained(objective.ObjectiveError, path, advice):
+    with explained(objective.WrongFile, path, advice):
         if cfg.OBJECTIVE not in ("", sha256_of(path)):
-            raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
+            raise objective.WrongFile(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
     with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out, processes,
@@ -237,7 +240,7 @@ class Training:
         waited = f"{seconds:.0f} s"
         if not any(child.ready for child in self.children):
             self.console.progress(f"starting: {self.status} {waited}")
-        elif self.coordinator.progress.loss is None:
+        elif not self.coordinator.progress.seconds:
             done = len(self.coordinator.dispatcher.work.done)
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
                                   "the start")

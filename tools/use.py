@@ -31,7 +31,15 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None, s
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
     UseError, EngineError."""
-    with contextlib.closing(history.read_run(cfg, directory)) as run:
+    try:
+        run = history.read_run(cfg, directory)
+    except history.Damaged as damage:
+        state = snapshots.whole(cfg, directory, damage, step)
+        console.line(f"{damage}; here is its snapshot of step {state.step}")
+        engine = train.make_engine(cfg, None, device, threads)
+        engine.load(state)
+        return engine
+    with contextlib.closing(run):
         last = run.step if step is None else step
         if last > run.step:
             raise UseError(f"{directory} has only {run.step} steps")
@@ -283,6 +291,7 @@ def read_config(path):
 def evaluate_objective(cfg, engine, path, console):
     """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
     and the best of its texts. Raises EggError."""
+    from tools import objective
     cfg = cfg.changed(OBJECTIVE="")                  # any file will do
     data = train.open_data(cfg, console)
     with train.opened_objective(cfg, path, data) as judge:
@@ -294,7 +303,7 @@ def evaluate_objective(cfg, engine, path, console):
         if shown["news"]:
             console.line(shown["news"])
         for text in shown["completions"]:
-            console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
+            console.line(objective.told(text["prompt"], text["completion"], text["reward"]))
 
 
 def begin(cfg, old, source, directory, threads, console, step):
