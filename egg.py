@@ -4,20 +4,25 @@
 Modules that take long to load are imported by the commands that need them.
 """
 
+import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
+if __name__ == "__main__":
+    # Ctrl-C ends a command at once; a run catches it, to be kept. For process 1 Linux has no default
+    end = (lambda number, _: os._exit(128 + number)) if os.getpid() == 1 else signal.SIG_DFL
+    for number in signal.SIGINT, signal.SIGTERM:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, end)
 
 import argparse
 import contextlib
 import functools
 import importlib
-import os
 import shlex
 import shutil
 import sys
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))       # with PYTHONSAFEPATH it is not there
 try:
     import egg_config
 except Exception as error:                               # a slip in an edit of that file is one line too
@@ -686,9 +691,15 @@ def parsed(argv):
     main = Parser(prog="egg.py", description=DESCRIPTION, epilog=EXAMPLES, **layout)
     main.add_argument("--version", action=Version, nargs=0, help="print the commit of this clone")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
+    texts = {function.__name__: function.__doc__ for function, *_ in COMMANDS.values()}
+    if sys.flags.optimize > 1:                               # which removes docstrings
+        import ast
+        with open(__file__, encoding="utf-8") as file:
+            texts = {node.name: ast.get_docstring(node, False) for node in ast.parse(file.read()).body
+                     if isinstance(node, ast.FunctionDef)}
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
-        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
+        summary, _, examples = texts[function.__name__].replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)

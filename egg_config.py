@@ -17,11 +17,13 @@ this as the tables of docs/CONFIGURATION.md.
 
 import contextlib
 import hashlib
+import importlib.machinery
 import json
 import math
 import os
 import re
 import signal
+import sys
 import textwrap
 import types
 from collections import namedtuple
@@ -268,6 +270,8 @@ SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"    
 
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 ROOT = os.path.dirname(os.path.abspath(__file__))
+# {name: where it is}
+FOLDERS = dict.fromkeys(("model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"), ROOT)
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
@@ -306,6 +310,28 @@ def sha256_of(path):
     """SHA-256 (hex) of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class OwnFolders:
+    """Finds FOLDERS, whatever else has their names: what is installed, or lies beside a notebook."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [FOLDERS[name]]) if name in FOLDERS else None
+
+
+sys.meta_path.insert(0, OwnFolders)
+for _folder, _module in [(_name.partition(".")[0], _name) for _name in sys.modules]:
+    if _folder in FOLDERS and getattr(sys.modules.get(_folder), "__file__", "") != f"{ROOT}/{_folder}/__init__.py":
+        del sys.modules[_module]                     # who has imported it keeps it
+
+
+def begin_process(main, *arguments):
+    """What a process of engine.hardware begins with. It is here, so that OwnFolders finds what `main` is of."""
+    import multiprocessing                           # a coordinator has no use for it
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
+    main(*arguments)
 
 
 # --- what the lines above say ----------------------------------------------------------------------------------------

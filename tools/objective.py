@@ -10,6 +10,7 @@ further columns; TOKENS to write after a prompt; STOP, a text that ends a comple
 import asyncio
 import contextlib
 import functools
+import importlib.machinery
 import inspect
 import io
 import itertools
@@ -30,7 +31,7 @@ from numbers import Real
 
 import numpy as np
 
-from egg_config import EggError, explained
+from egg_config import FOLDERS, ROOT, EggError, explained
 from engine import hardware
 from model import activations, data_files, rules, steps
 from model.steps import hash32
@@ -83,6 +84,24 @@ def read(path):
         advice = "" if isinstance(error, OSError) else f": it must run by itself, as `python {path}` does"
         raise ObjectiveError(f"{path}: {_said(error)}{advice}") from None
     return names, _judging(path, names)
+
+
+@contextlib.contextmanager
+def _neighbours(path):
+    """A block in which a module beside the file is found although a folder of egg has its name."""
+    place = os.path.dirname(os.path.abspath(path))
+    names = [name for name in FOLDERS if place != ROOT and importlib.machinery.PathFinder.find_spec(name, [place])]
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
+    FOLDERS.update(dict.fromkeys(names, place))
+    sys.path[:0] = before = [place] * bool(names)    # for processes that the file starts
+    try:
+        yield
+    finally:
+        del sys.path[:len(before)]
+        FOLDERS.update(dict.fromkeys(names, ROOT))
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[name]
+        sys.modules.update(ours)
 
 
 def _judging(path, names):
@@ -232,7 +251,9 @@ def _judge(path, name, max_steps, pipe):
     sys.stdout = printed = io.StringIO()
     loop = asyncio.new_event_loop()                  # one for all calls, as with TRL: the locks of a file belong to it
     asyncio.set_event_loop(loop)
+    stack = contextlib.ExitStack()                   # to the end of the process
     try:
+        stack.enter_context(_neighbours(path))
         names, functions = read(path)
         functions = {name: (1, names[name])} if name == "reply" else functions
         answers = [], {}
@@ -362,7 +383,7 @@ class Objective:
     seconds = waited = 0.0     # that chunks have taken, and of these the wait for the judge
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
-        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
+        with _neighbours(path), contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):    # a judge shows it
             names, _ = read(path)
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
