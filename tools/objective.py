@@ -206,8 +206,10 @@ def judged(functions, texts, loop, state):
     def log_metric(name, value):
         log_extra(name, [value] * count)
 
-    passed = {**texts, "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
+    lists = pickle.dumps(texts)
     for name, (_, function) in functions.items():
+        # each has lists of its own, which it may empty
+        passed = {**pickle.loads(lists), "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
         try:
