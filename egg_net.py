@@ -370,7 +370,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
-            "validation": snapshots.data_digest(validation and validation.tokens).hex()}
+            "validation": snapshots.data_digest(validation and validation.windows).hex()}
     version, pause = V2, BACK_OFF[0]
     connected = False
     logged = set()                           # since the last answer: a line is logged once

@@ -138,7 +138,7 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, the newest of them, so that they keep no worker
     out."""
 
-    validation = bytes(32)     # digest of the held-out data, zeros while unknown
+    validation = bytes(32)     # digest of what validations read, zeros while unknown
 
     def __init__(self, coordinator, access, most):
         self.coordinator = coordinator
@@ -228,10 +228,14 @@ class Admission:
             run.keep_data(card.data)
         if any(card.validation):
             if any(self.validation) and card.validation != self.validation:
-                raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE, or "
-                              "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
-                              OTHER_DATA)
+                raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE and "
+                              "VALIDATE_TOKENS, or this one -D VALIDATE_EVERY=0; to go on with another file, start the "
+                              "coordinator again", OTHER_DATA)
             self.validation = card.validation
+            if run.keep_held_out(card.validation):
+                self.coordinator.events.warn("validations read another text than before (VAL_FILE, VALIDATE_TOKENS): "
+                                             "their figures are not compared with earlier ones")
+                self.coordinator.shelf.forget_figures()
 
 
 class Arrival(Role):

@@ -32,6 +32,7 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+HELD_OUT_FILE = "validation.sha256"      # the same of the windows on which its figures were measured
 VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
@@ -40,8 +41,10 @@ HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}\.\d{4})\.egg")
-COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
+COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?|validation\.sha256")     # beside FILE, by --load-dir
 PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
+# of what a file system does not have
+LACKING = errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
@@ -87,13 +90,38 @@ def remove(path):
         os.unlink(path)
 
 
+@contextlib.contextmanager
+def where_possible():
+    """A block that not every file system can do: on exFAT, SMB or NFS there may be no links, locks or modes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+
+
 def sync_directory(directory):
     """Waits until the names in a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with where_possible():
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock(directory):
+    """(a handle that locks a directory until it is closed, whether it can be locked). Raises BlockingIOError where
+    another process has it, OSError."""
+    handle, locked = os.open(directory, os.O_RDONLY), False
+    try:
+        with where_possible():
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        return handle, locked
+    except OSError:
+        os.close(handle)
+        raise
 
 
 def make_directory(path):
@@ -116,7 +144,8 @@ class Part:
         """Gives it its name, once its content is on the disk, and waits until the name is, too. Raises OSError."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        os.chmod(self.file.name, 0o644)
+        with where_possible():
+            os.chmod(self.file.name, 0o644)
         os.replace(self.file.name, os.path.join(self._directory, name))
         self.file.close()
         sync_directory(self._directory)
@@ -149,8 +178,11 @@ def link_file(path, new):
     """Gives a file a second name, which another file may have had; it is on the disk after this. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
-    os.link(path, new)
-    sync_directory(os.path.dirname(new))
+    with where_possible():
+        os.link(path, new)
+        return sync_directory(os.path.dirname(new))
+    with open(path, "rb") as file, replacing(*os.path.split(new)) as copy:
+        shutil.copyfileobj(file, copy, PIECE)
 
 
 def snapshot_name(step, figure=None, reward=False):
@@ -196,11 +228,12 @@ class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `data`: digest of the training data, zeros while unknown; `notices`:
-    lines about repairs; `beside`: says what was loaded. lock: a handle, of one that may write."""
+    Start; `directory`: None for a temporary file; `data`, `held_out`: digests of the training data and of what
+    validations read, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded. lock: a
+    handle, of one that may write."""
 
     beside = ""
-    data = bytes(32)
+    data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
@@ -211,10 +244,7 @@ class Run:
         self._lock = lock
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
-            with contextlib.suppress(OSError, ValueError):
-                digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-                if len(digest) == 32:
-                    self.data = digest
+            self.data, self.held_out = (_kept_digest(directory, name) for name in (DATA_FILE, HELD_OUT_FILE))
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -303,6 +333,14 @@ class Run:
             self.data = digest
             if self.directory:
                 _keep_text(self.directory, DATA_FILE, digest.hex())
+
+    def keep_held_out(self, digest):
+        """The same of what validations read. Returns whether that was something else before."""
+        other = any(self.held_out) and digest != self.held_out
+        self.held_out = digest
+        if self.directory:
+            _keep_text(self.directory, HELD_OUT_FILE, digest.hex())
+        return other
 
     def close(self):
         self._file.close()
@@ -493,9 +531,7 @@ def is_blank(directory, begun=False):
 def discard(directory):
     """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
     with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
-        lock = os.open(directory, os.O_RDONLY)
-        undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        undo.callback(os.close, lock(directory)[0])
         if is_blank(directory, begun=True):
             shutil.rmtree(directory)
 
@@ -578,17 +614,17 @@ def open_directory(cfg, directory, start=None):
     with contextlib.ExitStack() as undo:
         try:
             make_directory(directory)
-            lock = os.open(directory, os.O_RDONLY)
-            undo.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle, locked = lock(directory)
+            undo.callback(os.close, handle)
             header = _header(cfg, start or Start(0, 0))
             blank = os.path.exists(path) and is_blank(directory)
             other = blank and read_file(path, LONGEST_TEXT) != header
-            if blank:
-                remove(os.path.join(directory, DATA_FILE))
+            for name in (DATA_FILE, HELD_OUT_FILE) * blank:
+                remove(os.path.join(directory, name))
             if other or not os.path.exists(path):
                 write_file(directory, FILE, header)
-            run = Run(cfg, open_file(path, "r+b"), directory, lock)
+            run = Run(cfg, open_file(path, "r+b"), directory, handle)
+            run.notices += [f"{directory} cannot be locked there: see that no other run writes into it"] * (not locked)
             run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
@@ -609,6 +645,15 @@ def open_directory(cfg, directory, start=None):
         settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
+
+
+def _kept_digest(directory, name):
+    """bytes [32] of a file of the directory, zeros where it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        digest = bytes.fromhex(read_file(os.path.join(directory, name), LONGEST_TEXT).decode())
+        if len(digest) == 32:
+            return digest
+    return bytes(32)
 
 
 def _keep_text(directory, name, text):

@@ -153,7 +153,8 @@ class Progress:
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
-        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
+        of = {"of": self.run.held_out.hex()[:16]} if any(self.run.held_out) else {}
+        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details, **of)
         return True
 
     @property

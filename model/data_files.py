@@ -291,10 +291,10 @@ def text(decoding, tokens):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-class Validation(namedtuple("Validation", "windows n_bytes unit tokens", defaults=[None])):
+class Validation(namedtuple("Validation", "windows n_bytes unit")):
     """Held-out windows: int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1], inputs row[:-1], targets row[1:]; n_bytes: the
-    bytes of all targets, without a decoding their number; unit: "bits/byte" or "bits/token"; tokens: all of the file,
-    None if unknown. engine.validate(windows) returns (nats, number of targets)."""
+    bytes of all targets, without a decoding their number; unit: "bits/byte" or "bits/token". engine.validate(windows)
+    returns (nats, number of targets)."""
 
     def bits(self, nats):
         """`nats`, summed over all targets, in `unit`."""
@@ -325,8 +325,8 @@ def held_out(cfg, tokens, path, decoding, most=0):
     starts = np.arange(wanted) * whole // wanted * length
     windows = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
     if decoding is None:
-        return Validation(windows, wanted * length, "bits/token", tokens)
-    return Validation(windows, max(1, int(decoding.lengths[windows[:, 1:]].sum())), "bits/byte", tokens)
+        return Validation(windows, wanted * length, "bits/token")
+    return Validation(windows, max(1, int(decoding.lengths[windows[:, 1:]].sum())), "bits/byte")
 
 
 def references(cfg, train, validation):

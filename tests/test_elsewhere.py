@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 
-from pytest import fixture, mark
+from pytest import approx, fixture, mark
 
-from commands import DEFINES, TEXT, process, succeeds
+from commands import DEFINES, TEXT, fails, process, run, succeeds
 from recordings import HERE, python
+from tools import curves
 
 COMPILED = ["compiled"]
 USE = ("import model, tools, egg_use\nassert model.ours and tools.ours\n"
@@ -54,3 +55,66 @@ def test_process_1_ends_by_a_signal(here):
     with open("text", "wb"):                                 # once it reads, it is there
         waiting.terminate()
         assert waiting.wait(20) == 128 + signal.SIGTERM
+
+
+LACKING = """
+import errno, fcntl, os
+def lacks(number):
+    def refuse(*arguments, **more):
+        raise OSError(number, os.strerror(number))
+    return refuse
+os.symlink, os.link, os.chmod = lacks(errno.EPERM), lacks(errno.ENOTSUP), lacks(errno.EPERM)
+fcntl.flock = lacks(errno.ENOLCK)
+"""
+
+
+def test_a_file_system_without_links_locks_and_modes_keeps_a_run(place, compiled):
+    """As exFAT, SMB, or NFS without a lock service; the cache is there, too."""
+    (place / "lacking").mkdir()
+    (place / "lacking" / "sitecustomize.py").write_text(LACKING)
+    env = {"PYTHONPATH": "lacking", "EGG_VALIDATE_EVERY": "2"}
+    for steps in 4, 6:
+        done = process(f"train --save-dir r --steps {steps}", *DEFINES, "-DSNAPSHOT_EVERY=2", env=env, cwd=place)
+        told = succeeds(done)
+        assert "r cannot be locked there: see that no other run writes into it" in told and "no more" not in told
+    assert sorted(name for name in os.listdir("r") if name.startswith("snapshot"))[-1].startswith("snapshot-00000006-")
+    assert "best.egg" not in os.listdir("r")
+    for more in "", "--best":
+        assert succeeds(process(f"generate --load-dir r --prompt a --tokens 2 {more}", env=env, cwd=place))
+
+
+def test_a_lost_log_of_events_is_made_up_for(place, compiled):
+    """By the history and the names of snapshots."""
+    succeeds(process("train --save-dir r --steps 4", *DEFINES, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=2", cwd=place))
+    whole = curves.read_curve("r")
+    os.unlink("r/events.jsonl")
+    left = curves.read_curve("r")
+    assert [(*point[:2], approx(point.value, abs=1e-6)) for point in left.loss] == \
+        [(*point[:2], point.value) for point in whole.loss]
+    assert left.steps == 4 and left.units["loss"] == whole.units["loss"]
+    assert [round(point.value, 4) for point in whole.validation][-1] == left.validation[-1].value
+    assert "loss, bits/byte, against million tokens" in succeeds(run("plot r")) and " 4 " in succeeds(run("runs r"))
+    shutil.rmtree("r")
+    (place / "r").mkdir()
+    fails(run("plot r"), 1, "r/events.jsonl: No such file")
+
+
+def test_figures_of_another_text_are_not_compared(place, compiled):
+    """Neither by the best snapshot nor by `runs`."""
+    line = ["train --save-dir r", *DEFINES, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=2"]
+    other = "validations read another text than before"
+
+    def best():
+        return os.readlink("r/best.egg"), min(point.value for point in curves.read_curve("r").validation)
+
+    assert other not in succeeds(process(*line, "--steps", "4", cwd=place))
+    assert other not in succeeds(process(*line, "--steps", "6", cwd=place))
+    assert int(best()[0].split("-")[1]) == 6
+    (place / "val.bin").write_bytes(bytes(range(250)) * 8)
+    assert other in succeeds(process(*line, "--steps", "8", cwd=place))
+    name, least = best()
+    assert {point.step for point in curves.read_curve("r").validation} == {6, 8}
+    assert int(name.split("-")[1]) in (6, 8) and f"{least:.4f}" in name
+    assert [name for name in os.listdir("r") if name.startswith("snapshot") and name.count("-") < 2] == \
+        [name for name in os.listdir("r") if name.startswith("snapshot-00000004.")]
+    assert other in succeeds(process(*line, "--steps", "9", "-DVALIDATE_TOKENS=128", cwd=place))

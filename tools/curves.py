@@ -41,6 +41,7 @@ class Curve:
     validation}; merges: [(the last Point of the loss, event)], of an island; samples: [event]."""
 
     steps = 0
+    of = None                  # what names the text of the validations
     seconds = 0.0
     _bits = 1.0                # in one unit of the losses, in old logs that do not name it
     _before = 0.0              # seconds of training before this start of the run
@@ -65,6 +66,9 @@ class Curve:
                 self.steps = event["step"] + 1
                 self.seconds = self._before + event["elapsed"]
             case "validation" | "reward" as quantity:
+                before, self.of = self.of, event.get("of", self.of)
+                if quantity == "validation" and before not in (None, self.of):           # they were of another text
+                    self.validation.clear()
                 self._add(quantity, event, event["value"], event.get("seconds", self.seconds))
             case "references":
                 self.references = {_text(name): _number(value) for name, value in event["values"].items()}
@@ -98,7 +102,10 @@ def read_curve(path, curve=None):
     # a link may be named by the user, but not lie in the directory
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else os.path.realpath(path)
     curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
-    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:         # a long log has an older part
+    lost = not os.path.lexists(name) and history.holds_run(path)
+    for event in events_of(path) if lost else ():
+        curve.add(event)
+    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name] * (not lost):       # a long log has an older part
         with explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
             every = 1 + os.path.getsize(part) // READ_WHOLE
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b"")):
@@ -108,6 +115,22 @@ def read_curve(path, curve=None):
     if not curve.loss and not curve.validation:
         raise WatchError(f"{name} holds no step of a run: {ADVICE}")
     return curve
+
+
+def events_of(directory):
+    """Yields what the history and the names of the snapshots tell of a run whose log is missing. Raises HistoryError.
+    """
+    cfg = egg_config.load(environ={}, saved=history.configuration(directory))
+    bits, unit = egg_config.loss_unit(cfg.constants())
+    tokens = cfg.POPULATION_SIZE * cfg.SEQ_LEN
+    with contextlib.closing(history.read_run(cfg, directory)) as run:
+        for step in range(run.start.step, run.step):
+            loss = bits * run.record(step).sum_loss / (tokens * 16 * cfg.LOSS_SCALE)
+            yield {"event": "step", "step": step, "tokens": step * tokens, "loss": loss, "unit": unit, "elapsed": 0.0}
+    for match in filter(None, map(history.SNAPSHOT.fullmatch, sorted(os.listdir(directory)))):
+        if match[3]:
+            step, kind = int(match[1]), "reward" if match[2] else "validation"
+            yield {"event": kind, "step": step, "tokens": step * tokens, "value": float(match[3]), "unit": ""}
 
 
 def _number(value):

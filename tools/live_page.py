@@ -121,8 +121,11 @@ class View(Curve):
         self.newest = {}
 
     def add(self, event, line=None):
+        of = self.of
         super().add(event)
         kind = event["event"]
+        if self.of != of:                                    # earlier figures were of another text
+            self.newest.pop("best_validation", None)
         if kind in SHOWN:
             self.newest[f"last_{kind}"] = {**event.get("numbers", {}), **event}          # of a reward
         if kind in BETTER:
