@@ -225,18 +225,17 @@ def begun(cfg, args):
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
     begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
                               or history.has_old_votes(args.load_dir))
-    if begins:
-        args.save_dir = args.save_dir or history.beside(args.load_dir)
-    new = args.save_dir and not os.path.lexists(args.save_dir)
+    new = not os.path.lexists(args.save_dir) if args.save_dir else begins
     try:
         if begins:
+            args.save_dir = args.save_dir or history.beside(args.load_dir)
             from tools import use
             use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
                       args.step)
             args.load_dir = None
         yield
     except Exception:
-        if new:
+        if new and args.save_dir:
             history.discard(args.save_dir)
         raise
 

@@ -433,16 +433,17 @@ def open_run(cfg, save_dir=None, load_dir=None):
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    target = save_dir or beside(load_dir)
-    if holds_run(target):
-        run = open_directory(cfg, target)
-        if os.path.realpath(target) != os.path.realpath(load_dir):
-            run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
+    if save_dir and holds_run(save_dir):
+        run = open_directory(cfg, save_dir)
+        if os.path.realpath(save_dir) != os.path.realpath(load_dir):
+            run.notices.append(f"{save_dir} holds a run already: it goes on, --load-dir is not used")
         return run
-    with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
-        make_directory(target)
-        _copy_rest(load_dir, target)
-        source.copy(target)
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        target = save_dir or beside(load_dir)
+        with explained(HistoryError, target, WRITABLE):
+            make_directory(target)
+            _copy_rest(load_dir, target)
+            source.copy(target)
     run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
     return run
@@ -458,8 +459,14 @@ def at_step(path):
 
 
 def beside(directory):
-    """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
-    target = unused(os.path.abspath(directory))
+    """Makes the first of directory-2, directory-3, ... that is not there, for a run that begins with that of
+    `directory`: others may look for one at the same time. Raises HistoryError."""
+    with explained(HistoryError, directory, WRITABLE):
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(target := unused(os.path.abspath(directory)))
+                break
+        sync_directory(os.path.dirname(target))
     return target if os.path.isabs(directory) else os.path.relpath(target)
 
 
@@ -532,7 +539,7 @@ def discard(directory):
     """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
     with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
         undo.callback(os.close, lock(directory)[0])
-        if is_blank(directory, begun=True):
+        if not os.listdir(directory) or is_blank(directory, begun=True):
             shutil.rmtree(directory)
 
 

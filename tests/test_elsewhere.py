@@ -1,5 +1,6 @@
 """Where others have set the scene: their modules beside ours, their variables, their file systems."""
 
+import concurrent.futures
 import os
 import shutil
 import signal
@@ -118,3 +119,16 @@ def test_figures_of_another_text_are_not_compared(place, compiled):
     assert [name for name in os.listdir("r") if name.startswith("snapshot") and name.count("-") < 2] == \
         [name for name in os.listdir("r") if name.startswith("snapshot-00000004.")]
     assert other in succeeds(process(*line, "--steps", "9", "-DVALIDATE_TOKENS=128", cwd=place))
+
+
+def test_runs_that_begin_at_once_take_directories_of_their_own(place, compiled):
+    """As in a job array; where one cannot begin, its directory is gone again."""
+    succeeds(process("train --save-dir r --steps 1", *DEFINES, cwd=place))
+    lines = [["train --load-dir r --steps 2", f"-DLR_SCHEDULE=0:0.{digit}"] for digit in (1, 2, 3)] + \
+        [["train --load-dir r --steps 2"]] * 2
+    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
+        for done in pool.map(lambda line: process(*line, cwd=place), lines):
+            succeeds(done)
+    assert sorted(name for name in os.listdir() if name[:2] == "r-") == [f"r-{number}" for number in range(2, 7)]
+    assert run("train --load-dir r --tensorboard /dev/null/x -D LR_SCHEDULE=0:0.1").returncode == 1
+    assert not os.path.exists("r-7")
