@@ -14,7 +14,6 @@ import importlib.machinery
 import inspect
 import io
 import itertools
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -144,14 +143,7 @@ def _rows(path, names, name):
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
         with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, "rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-        value = []
-        for number, line in lines:
-            try:
-                value.append(json.loads(line))
-            except ValueError as error:
-                raise ObjectiveError(f"{place}:{number}: {getattr(error, 'msg', error)}: every line is to be a JSON "
-                                     "object") from None
+            value = [row for _, row in data_files.json_lines(place, file.read(), ObjectiveError)]
     if not (isinstance(value, list) and value):
         raise ObjectiveError(f"{place}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name "
                              "of a JSON-lines file of such")
