@@ -153,8 +153,9 @@ class Progress:
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
-        of = {"of": self.run.held_out.hex()[:16]} if any(self.run.held_out) else {}
-        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details, **of)
+        if any(self.run.held_out):
+            details["of"] = self.run.held_out.hex()[:16]
+        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 
     @property

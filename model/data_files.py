@@ -20,16 +20,16 @@ LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
 REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
 
-# The words that the BPE splits a text into: END, a word with the space before it, digits, punctuation, space. The text
-# is its bytes as characters of Latin-1. Bytes of 128 and above count as letters, so that no UTF-8 character is split
-# here.
-WORDS = (r"<\|endoftext\|>| ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+"
+# The words that the BPE splits a text into: a word with the space before it, digits, punctuation, space. The text is
+# its bytes as characters of Latin-1. Bytes of 128 and above count as letters, so that no UTF-8 character is split here.
+WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+"
          r"|[ \t\n\r\x0b\x0c]+(?![^ \t\n\r\x0b\x0c])|[ \t\n\r\x0b\x0c]+")
 
 
 # {first bytes: the module that unpacks such a file}, {first bytes: what other files are}
 PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "pyzstd", b"BZh91AY&SY": "bz2"}
-FOREIGN = {b"PK\3\4": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a RAR archive", b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
+FOREIGN = {b"PK\3\4": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a RAR archive",
+           b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
            b"\xff\xfe\0\0": "UTF-32 text", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
            (20240520).to_bytes(4, "little"): "tokens of llm.c", (20240801).to_bytes(4, "little"): "tokens of llm.c"}
 TOKENS = "tokens (uint32)"
@@ -243,8 +243,8 @@ class Decoding:
 
     def encode(self, data):
         """int32: the tokens of `data` (bytes). Within a word (WORDS), the two neighbours whose merge has the lowest id
-        are merged, until no two neighbours make a token; END is one. `prepare` numbers tokens in the order in which the BPE learned
-        its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
+        are merged, until no two neighbours make a token; END is one. `prepare` numbers tokens in the order in which the
+        BPE learned its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
         if self._ids is None:
             # of equal tokens the first counts
             self._ids = {self._pieces[t]: t for t in reversed(range(len(self)))}
@@ -253,12 +253,14 @@ class Decoding:
                             "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`")
         if (self.lengths == 1).all():
             return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
-        known, out = ({END.decode(): [self._ids[END]]} if END in self._ids else {}), []
-        for word in re.findall(WORDS, data.decode("latin-1")):
-            if word not in known:
-                known[word] = self._merge(word.encode("latin-1"))
-            out += known[word]
-        return np.array(out, np.int32)
+        known, out = {}, []
+        for text in data.split(END) if END in self._ids else [data]:
+            for word in re.findall(WORDS, text.decode("latin-1")):
+                if word not in known:
+                    known[word] = self._merge(word.encode("latin-1"))
+                out += known[word]
+            out.append(self._ids.get(END, 0))        # behind the last one it is too much
+        return np.array(out[:-1], np.int32)
 
     def _merge(self, word):
         """[token]: the tokens of one word."""

@@ -183,6 +183,48 @@ def test_a_directory_is_all_its_files_and_progress_is_shown(here, monkeypatch):
     assert any(line.startswith("BPE: read ") for line in said)
 
 
+def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
+    """However often it is there, and wherever links lead."""
+    (here / "d" / "v1").mkdir(parents=True)
+    texts = [os.urandom(9000).hex().encode() + b"\n" for _ in range(3)]
+    for name, text in {"d/a": texts[0], "d/v1/b": texts[1], "d/copy": texts[0],
+                       "d/v1/packed.zst": pyzstd.compress(texts[2])}.items():
+        (here / name).write_bytes(text)
+    for link, to in ("d/loop", "."), ("d/v1/up", ".."), ("d/current", "v1"), ("d/broken", "nowhere"):
+        os.symlink(to, link)
+    told = succeeds(run("prepare d --out d --vocab-size 256"))
+    whole = len(texts[0]) * 3
+    assert "d/copy: left out, the same text as d/a" in told
+    for line in "prepare d --force --out d", "prepare d/a d/current d/input.bin d/val.bin --force --out d", "prepare d":
+        told = succeeds(run(f"{line} --vocab-size 256"))
+        assert "d/input.bin: left out, as `prepare` makes such files" in told and "warning" not in told
+        assert sum(map(os.path.getsize, ("d/input.bin", "d/val.bin"))) == whole
+    fails(run("prepare d/val.bin --force --out d"), 1, "d/val.bin: no text there, nothing to prepare")
+
+
+def test_held_out_text_that_stands_in_the_training_text_is_told(here):
+    for name, text in ("a", os.urandom(30000)), ("b", os.urandom(3000)):
+        (here / name).write_bytes(text.hex().encode())
+    (here / "both").write_bytes((here / "a").read_bytes() + (here / "b").read_bytes())
+    assert "warning" not in succeeds(run("prepare a --val b --out x --vocab-size 256"))
+    assert "warning: 100% of the held-out text stands in the text to train on, too" in \
+        succeeds(run("prepare both --val b --out y --vocab-size 256"))
+
+
+@mark.parametrize("between", [b"", b"\n"])
+def test_the_end_of_a_text_is_one_token(here, monkeypatch, between):
+    """In the files of `prepare`, as in a prompt, and not taken into account by the BPE."""
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 200)
+    text = (PROSE.replace(b"\n", b" ") + between + data_files.END + between) * 300
+    assert prepared(text, 300) == 300
+    decoding = data_files.Decoding.read("decoding.bin")
+    files = [np.fromfile(name, "<u4") for name in ("input.bin", "val.bin")]
+    assert decoding.decode([299]) == data_files.END and b"|>" not in decoding and b"endo" not in decoding
+    assert sum((tokens == 299).sum() for tokens in files) == 300
+    assert sum(decoding.decode(tokens).count(data_files.END) for tokens in files) == 300
+    assert (decoding.encode(text) == 299).sum() == 300
+
+
 def test_the_vocabulary_is_learned_from_the_training_part_alone(here):
     (here / "v").write_bytes(b"zyzzyva " * 5000)
     prepared(PROSE * 50, 320, "v")

@@ -1,7 +1,6 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
-import glob
 import hashlib
 import itertools
 import os
@@ -14,13 +13,15 @@ import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
 from model import soft_targets
-from model.data_files import MARK, WORDS, DataError, read_text
+from model.data_files import END, MARK, WORDS, DataError, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
 TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
+SAMPLES, SAMPLE = 32, 100    # of the held-out text that are looked for in the other, and bytes of one
+MUCH_KNOWN = 0.1             # share of them that is worth a warning
 ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
 
 
@@ -31,12 +32,15 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     part alone. `say` takes progress lines. Returns what `advise` says, before anything is written, of the number of
     tokens in the vocabulary, whether the files hold plain bytes, and how many tokens there are to train on, and held
     out. Raises DataError and then leaves old files."""
-    text = _text(texts, "prepare")
-    train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
+    text = _text(_files(texts, out, say), "prepare", texts, say)
+    train, held_out = ([text], [_text([val], "hold out", [val], say)]) if val else split(text)
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
+    if (share := _share_known(train, held_out)) > MUCH_KNOWN:
+        say(f"warning: {share:.0%} of the held-out text stands in the text to train on, too: validations will be too "
+            "good; is a text there twice?")
 
     if vocab_size is None:
         vocab_size = egg_config.VOCAB_SIZE
@@ -67,16 +71,45 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     return advice
 
 
-def _text(paths, purpose):
-    """bytes of files, one after the other, of a directory all that are not hidden. Raises DataError where there are
-    none."""
-    files = []
+def _files(paths, out, say):
+    """Yields the files of `paths`, of a directory all that are not hidden, also where links lead in circles; but none
+    that `prepare` has made, of a directory, or would make in `out`."""
     for path in paths:
-        files += sorted(file for file in glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
-                        if os.path.isfile(file)) if os.path.isdir(path) else [path]
-    if text := b"".join(map(read_text, files)):
+        files, places = [] if os.path.isdir(path) else [path], set()
+        for place, folders, names in os.walk(path, followlinks=True):
+            folders[:] = sorted(name for name in folders if name[0] != ".")
+            if (real := os.path.realpath(place)) in places:
+                folders.clear()
+            else:
+                places.add(real)
+                files += (os.path.join(place, name) for name in names if name[0] != ".")
+        for file in sorted(filter(os.path.isfile, files) if places else files):
+            place, name = os.path.split(os.path.realpath(file))
+            if name in (*FILES.values(), MARK) and (file != path or place == os.path.realpath(out)):
+                say(f"{file}: left out, as `prepare` makes such files")
+            else:
+                yield file
+
+
+def _text(files, purpose, paths, say):
+    """bytes of files, one after the other, each text once. Raises DataError where there are none: in `paths`."""
+    texts = {}                                       # SHA-256: (file, text)
+    for file in files:
+        text = read_text(file)
+        if (digest := hashlib.sha256(text).digest()) in texts and text:
+            say(f"{file}: left out, the same text as {texts[digest][0]}")
+        else:
+            texts[digest] = file, text
+    if text := b"".join(text for _, text in texts.values()):
         return text
     raise DataError(f"{', '.join(paths)}: no text there, nothing to {purpose}")
+
+
+def _share_known(train, held_out):
+    """The share of the held-out text, by samples, that stands in the text to train on."""
+    text = b"".join(held_out)
+    samples = [text[at:at + SAMPLE] for at in range(0, len(text) - SAMPLE, max(SAMPLE, len(text) // SAMPLES))]
+    return sum(any(sample in part for part in train) for sample in samples) / max(len(samples), 1)
 
 
 def need_room(directory, force):
@@ -120,7 +153,7 @@ def split(data):
     size = share // blocks
 
     def cut(at):
-        return data.find(b"\n", at, at + size) + 1 or at
+        return _cut(data, at, at + size) or at
 
     cuts = [0]
     for block in range(blocks):
@@ -130,13 +163,18 @@ def split(data):
     return parts[::2], parts[1::2]
 
 
+def _cut(data, low, high):
+    """Where to cut a text between two places, best at a line end, else before END; 0 where neither is."""
+    return data.find(b"\n", low, high) + 1 or max(data.find(END, low, high), 0)
+
+
 def _blocks(parts):
     """The texts in Latin-1 strings of about ENCODE_BYTES, cut at line ends if possible: the end of one ends a word."""
     for part in parts:
         at = 0
         while at < len(part):
             limit = at + 2 * ENCODE_BYTES
-            after = part.find(b"\n", at + ENCODE_BYTES, limit) + 1 or min(limit, len(part))
+            after = _cut(part, at + ENCODE_BYTES, limit) or min(limit, len(part))
             yield part[at:after].decode("latin-1")
             at = after
 
@@ -153,7 +191,8 @@ def _blocks_told(parts, work, say):
 
 
 def _train_bpe(parts, vocab_size, say):
-    """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
+    """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes, the
+    last one is END if the text has that."""
     try:
         import tokenizers
     except ImportError:
@@ -161,11 +200,14 @@ def _train_bpe(parts, vocab_size, say):
                         " plain bytes with --vocab-size 256") from None
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False,
+    ends = [END.decode()] if any(END in part for part in parts) else []
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - len(ends), min_frequency=2, show_progress=False,
                                              initial_alphabet=[chr(b) for b in range(256)])
     say(f"BPE: learning {vocab_size:,} tokens ...")
     started = time.monotonic()
-    bpe.train_from_iterator(_blocks_told(parts, "BPE: read", say), trainer)
+    bpe.train_from_iterator((text for block in _blocks_told(parts, "BPE: read", say)
+                             for text in block.split(END.decode())), trainer)
+    bpe.add_special_tokens(ends)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
     if missing := vocab_size - len(vocabulary):
