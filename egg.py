@@ -275,7 +275,8 @@ def train(cfg, args):
     return directory
 
 
-@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
+@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)",
+                lambda text: text.strip("[]")),
          "--port", "--save-dir", *RUN, "--objective", *TLS,
          option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",

@@ -1,8 +1,10 @@
 """For notebooks and scripts: a saved run writes, is measured, goes on. docs/USE.md has an example."""
 
 import math
+import os
 
 import egg
+import egg_config
 from model import data_files
 from tools import use
 
@@ -13,14 +15,22 @@ class Model:
     def __init__(self, cfg, engine):
         self.cfg, self.engine, self.decoding = cfg, engine, data_files.load_decoding(cfg)
 
-    def generate(self, prompt, tokens=200, seed=1, **settings):
-        """str: what follows the prompt. settings: temp, min_p, penalty; stops: [bytes] before which it ends."""
-        pieces = use.continuation(self.cfg, self.decoding, self.engine, prompt.encode(), tokens, seed, **settings)
+    def generate(self, prompt, tokens=200, seed=1, stops=(), **settings):
+        """str: what follows the prompt. settings: temp, min_p, penalty; stops: texts or bytes before which it ends."""
+        stops = [os.fsdecode(in_bytes(stop)) for stop in (stops if isinstance(stops, (list, tuple)) else [stops])]
+        if unknown := settings.keys() - {"temp", "min_p", "penalty"}:
+            raise egg_config.UsageError(f"generate has no setting {min(unknown)}: there is temp, min_p, penalty")
+        args = egg.parsed(["generate", *words({"tokens": tokens, "seed": seed, **settings}),
+                           *(f"--stop={stop}" for stop in stops)])
+        if "" in stops or not prompt:
+            raise egg_config.UsageError("the prompt is empty, or a text of stops: give at least one character")
+        pieces = use.continuation(self.cfg, self.decoding, self.engine, in_bytes(prompt), args.tokens, args.seed,
+                                  args.stop, temp=args.temp, min_p=args.min_p, penalty=args.penalty)
         return "".join(use.stream(pieces))
 
     def score(self, text):
         """Bits per byte of a text, the first token aside, which nothing precedes; read in windows, as by `eval`."""
-        tokens = data_files.encoded(self.cfg, self.decoding, text.encode())
+        tokens = data_files.encoded(self.cfg, self.decoding, in_bytes(text))
         nats = n_bytes = 0
         while tokens.size > 1:                       # whole windows, then the rest
             part = data_files.held_out(self.cfg, tokens, "the text", self.decoding)
@@ -32,13 +42,15 @@ class Model:
 
 def load(directory, **options):
     """The Model of a save directory, DIR@STEP or the file of a snapshot. options: see `words`, of `generate`."""
-    args, cfg = egg.configured(["generate", "--load-dir", directory, *words(options)])
+    args, cfg = egg.configured(["generate", *words({"load_dir": directory, **options})])
     return Model(cfg, egg.load(cfg, args))
 
 
 def train(callback=None, **options):
     """Trains until the end that is given, or an interrupt; returns the save directory. callback(event): gets every
     event (docs/EVENTS.md); options: see `words`, of `train`."""
+    if not (callback is None or callable(callback)):
+        raise egg_config.UsageError(f"callback = {callback!r}: must be a function that takes an event")
     args, cfg = egg.configured(["train", *words(options)])
     args.callback = callback
     return egg.train(cfg, args)
@@ -46,5 +58,15 @@ def train(callback=None, **options):
 
 def words(options):
     """[word]: options of a command line, as save_dir="ckpt", best=True, or constants, as N_LAYERS=2."""
-    return [f"-D{name}={value}" if name.isupper() else f"--{name.replace('_', '-')}" + f"={value}" * (value is not True)
-            for name, value in options.items()]
+    return [f"-D{name}={egg_config.text(value)}" if name.isupper() else
+            f"--{name.replace('_', '-')}" + f"={value}" * (value is not True)
+            for name, value in options.items() if value is not None and value is not False or name.isupper()]
+
+
+def in_bytes(text):
+    """bytes of a text, or the same bytes. Raises UsageError for anything else."""
+    if isinstance(text, str):
+        return text.encode("utf-8", "replace")
+    if isinstance(text, bytes):
+        return text
+    raise egg_config.UsageError(f"{text!r:.80} is no text: give a str")

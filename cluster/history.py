@@ -32,6 +32,7 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+DECODING = "decoding.bin"                # the run's own copy of DECODING_FILE: it travels with it
 HELD_OUT_FILE = "validation.sha256"      # the same of the windows on which its figures were measured
 VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
@@ -501,6 +502,8 @@ def configuration(directory):
         path = os.path.join(directory, str(config.pop(name, "")))
         if os.path.isfile(path):
             config[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    if _is_plain(path := os.path.join(directory, DECODING)):
+        config["DECODING_FILE"] = path
     return config
 
 
@@ -649,8 +652,13 @@ def open_directory(cfg, directory, start=None):
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
-    if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
-        settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
+    with contextlib.suppress(OSError):               # a coordinator need not have it
+        digest = egg_config.sha256_of(cfg.DECODING_FILE)
+        settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
+        if (cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE) and digest == settings["DECODING_SHA256"] \
+                and not os.path.lexists(os.path.join(directory, DECODING)):
+            with open(cfg.DECODING_FILE, "rb") as file, replacing(directory, DECODING) as copy:
+                shutil.copyfileobj(file, copy, PIECE)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
 

@@ -86,7 +86,7 @@ def open_tokens(cfg, path):
                             "into bytes: make both with `python egg.py prepare TEXT --vocab-size N`, or set "
                             "DETOKENIZE=0 for plain bytes")
         decoding = Decoding.read(cfg.DECODING_FILE)
-        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
+        need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
         tokens = np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
     elif wide and (largest := _largest(tokens)) >= cfg.VOCAB_SIZE:
         raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE to that of "
@@ -152,7 +152,8 @@ def _largest(tokens):
     return max(int(tokens[at:at + BLOCK].max()) for at in range(0, tokens.size, BLOCK))
 
 
-def _need_decodable(tokens, path, decoding, decoding_file):
+def need_decodable(tokens, path, decoding, decoding_file):
+    """Raises DataError for tokens that a Decoding does not have."""
     if (largest := _largest(tokens)) >= len(decoding):
         raise DataError(f"{path} holds token {largest}, but {decoding_file} only has {len(decoding)}: the files of one "
                         "`python egg.py prepare` belong together")
@@ -360,7 +361,7 @@ def held_out(cfg, tokens, path, decoding, most=0):
     """A Validation (SPEC 15) on `most` tokens (0: all) of a file, in windows spread evenly. Raises DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
-        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
+        need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
     whole = (tokens.size - 1) // length
     wanted = min(whole, max(1, most // length)) if most else whole
     starts = np.arange(wanted) * whole // wanted * length

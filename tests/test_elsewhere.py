@@ -48,6 +48,16 @@ def test_variables_of_python_change_nothing(place, compiled, variable):
     assert "stopped after 1 steps" in succeeds(process("train --steps 1", *DEFINES, env=env, cwd=place))
 
 
+@mark.parametrize("code, words", [
+    ("import sys\nsys.modules['llvmlite'] = None\n", "the worker on cpu: ModuleNotFoundError: import of llvmlite"),
+    ("import os, sys\nif 'spawn_main' in ' '.join(sys.orig_argv):\n    os._exit(3)\n",
+     "the worker on cpu ended with status 3; the 0 completed steps are kept")])
+def test_what_ends_a_worker_at_its_start_is_one_line(place, code, words):
+    (place / "site").mkdir()
+    (place / "site" / "sitecustomize.py").write_text(code)
+    fails(process("train --steps 1", *DEFINES, env={"PYTHONPATH": "site"}, cwd=place), 1, words)
+
+
 def test_process_1_ends_by_a_signal(here):
     """As in a container without an init: there Linux has no default for it."""
     os.mkfifo("text")
