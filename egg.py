@@ -8,11 +8,10 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # Ctrl-C ends a command at once; a run catches it, to be kept. For process 1 Linux has no default
-    end = (lambda number, _: os._exit(128 + number)) if os.getpid() == 1 else signal.SIG_DFL
-    for number in signal.SIGINT, signal.SIGTERM:
-        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-            signal.signal(number, end)
+    if os.getpid() == 1:                                 # for which Linux has no default
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
 import contextlib
@@ -435,8 +434,6 @@ def generate(cfg, args):
     console = Printer()
     prompts = asked(console) if args.interactive else \
         [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
-    if b"" in args.stop or prompts == [b""]:
-        raise egg_config.UsageError("the prompt is empty, or a text of --stop: give at least one character")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
     use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
 
@@ -691,15 +688,10 @@ def parsed(argv):
     main = Parser(prog="egg.py", description=DESCRIPTION, epilog=EXAMPLES, **layout)
     main.add_argument("--version", action=Version, nargs=0, help="print the commit of this clone")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
-    texts = {function.__name__: function.__doc__ for function, *_ in COMMANDS.values()}
-    if sys.flags.optimize > 1:                               # which removes docstrings
-        import ast
-        with open(__file__, encoding="utf-8") as file:
-            texts = {node.name: ast.get_docstring(node, False) for node in ast.parse(file.read()).body
-                     if isinstance(node, ast.FunctionDef)}
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
-        summary, _, examples = texts[function.__name__].replace("\n    ", "\n").partition("\n\n")
+        text = function.__doc__ or f"{name} (PYTHONOPTIMIZE=2 has removed the help)"
+        summary, _, examples = text.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)

@@ -270,8 +270,7 @@ SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"    
 
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 ROOT = os.path.dirname(os.path.abspath(__file__))
-# {name: where it is}
-FOLDERS = dict.fromkeys(("model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"), ROOT)
+FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
@@ -313,17 +312,21 @@ def sha256_of(path):
 
 
 class OwnFolders:
-    """Finds FOLDERS, whatever else has their names: what is installed, or lies beside a notebook."""
+    """Finds FOLDERS here, whatever else has their names: what is installed, or lies beside a notebook."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return importlib.machinery.PathFinder.find_spec(name, [FOLDERS[name]]) if name in FOLDERS else None
+        return importlib.machinery.PathFinder.find_spec(name, [ROOT]) if name in FOLDERS else None
+
+
+def take_out(ours):
+    """{name: module}: what is loaded under the names of FOLDERS, our modules or those of others, is no longer."""
+    return {name: sys.modules.pop(name) for name, module in [*sys.modules.items()]
+            if name.partition(".")[0] in FOLDERS and (getattr(module, "__file__", 0) or "").startswith(ROOT) == ours}
 
 
 sys.meta_path.insert(0, OwnFolders)
-for _folder, _module in [(_name.partition(".")[0], _name) for _name in sys.modules]:
-    if _folder in FOLDERS and getattr(sys.modules.get(_folder), "__file__", "") != f"{ROOT}/{_folder}/__init__.py":
-        del sys.modules[_module]                     # who has imported it keeps it
+take_out(False)                                      # who has imported them keeps them
 
 
 def begin_process(main, *arguments):

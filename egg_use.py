@@ -1,7 +1,6 @@
 """For notebooks and scripts: a saved run writes, is measured, goes on. docs/USE.md has an example."""
 
 import math
-import os
 
 import egg
 import egg_config
@@ -17,15 +16,12 @@ class Model:
 
     def generate(self, prompt, tokens=200, seed=1, stops=(), **settings):
         """str: what follows the prompt. settings: temp, min_p, penalty; stops: texts or bytes before which it ends."""
-        stops = [os.fsdecode(in_bytes(stop)) for stop in (stops if isinstance(stops, (list, tuple)) else [stops])]
         if unknown := settings.keys() - {"temp", "min_p", "penalty"}:
             raise egg_config.UsageError(f"generate has no setting {min(unknown)}: there is temp, min_p, penalty")
-        args = egg.parsed(["generate", *words({"tokens": tokens, "seed": seed, **settings}),
-                           *(f"--stop={stop}" for stop in stops)])
-        if "" in stops or not prompt:
-            raise egg_config.UsageError("the prompt is empty, or a text of stops: give at least one character")
+        stops = map(in_bytes, stops if isinstance(stops, (list, tuple)) else [stops])
+        args = egg.parsed(["generate", *words({"tokens": tokens, "seed": seed, **settings})])
         pieces = use.continuation(self.cfg, self.decoding, self.engine, in_bytes(prompt), args.tokens, args.seed,
-                                  args.stop, temp=args.temp, min_p=args.min_p, penalty=args.penalty)
+                                  [*stops], temp=args.temp, min_p=args.min_p, penalty=args.penalty)
         return "".join(use.stream(pieces))
 
     def score(self, text):

@@ -225,14 +225,14 @@ class Admission:
             if any(run.data) and card.data != run.data:
                 raise Refused("other training data than this run has: give every worker the same INPUT_FILE; to go on "
                               f"with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
-            run.keep_data(card.data)
+            run.keep("data", card.data)
         if any(card.validation):
             if any(self.validation) and card.validation != self.validation:
                 raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE and "
                               "VALIDATE_TOKENS, or this one -D VALIDATE_EVERY=0; to go on with another file, start the "
                               "coordinator again", OTHER_DATA)
             self.validation = card.validation
-            if run.keep_held_out(card.validation):
+            if run.keep("held_out", card.validation):
                 self.coordinator.events.warn("validations read another text than before (VAL_FILE, VALIDATE_TOKENS): "
                                              "their figures are not compared with earlier ones")
                 self.coordinator.shelf.forget_figures()

@@ -33,7 +33,7 @@ OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 DECODING = "decoding.bin"                # the run's own copy of DECODING_FILE: it travels with it
-HELD_OUT_FILE = "validation.sha256"      # the same of the windows on which its figures were measured
+DIGESTS = {"data": DATA_FILE, "held_out": "validation.sha256"}       # held_out: of the windows that validations read
 VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
@@ -94,10 +94,13 @@ def remove(path):
 
 @contextlib.contextmanager
 def where_possible():
-    """A block that not every file system can do: on exFAT, SMB or NFS there may be no links, locks or modes."""
+    """A block that not every file system can do: on exFAT, SMB or NFS there may be no links, locks or modes. Yields a
+    list that then gets the error."""
+    lacking = []
     try:
-        yield
+        yield lacking
     except OSError as error:
+        lacking.append(error)
         if error.errno not in LACKING:
             raise
 
@@ -110,20 +113,6 @@ def sync_directory(directory):
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def lock(directory):
-    """(a handle that locks a directory until it is closed, whether it can be locked). Raises BlockingIOError where
-    another process has it, OSError."""
-    handle, locked = os.open(directory, os.O_RDONLY), False
-    try:
-        with where_possible():
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        return handle, locked
-    except OSError:
-        os.close(handle)
-        raise
 
 
 def make_directory(path):
@@ -176,15 +165,21 @@ def write_file(directory, name, data):
         file.write(data)
 
 
+def copy_file(path, directory, name):
+    """Copies a file like `replacing`. Raises OSError."""
+    with open_file(path) as file, replacing(directory, name) as copy:
+        shutil.copyfileobj(file, copy, PIECE)
+
+
 def link_file(path, new):
     """Gives a file a second name, which another file may have had; it is on the disk after this. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
-    with where_possible():
+    with where_possible() as lacking:
         os.link(path, new)
-        return sync_directory(os.path.dirname(new))
-    with open(path, "rb") as file, replacing(*os.path.split(new)) as copy:
-        shutil.copyfileobj(file, copy, PIECE)
+    if lacking:
+        copy_file(path, *os.path.split(new))
+    sync_directory(os.path.dirname(new))
 
 
 def snapshot_name(step, figure=None, reward=False):
@@ -246,7 +241,10 @@ class Run:
         self._lock = lock
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
-            self.data, self.held_out = (_kept_digest(directory, name) for name in (DATA_FILE, HELD_OUT_FILE))
+            for name in DIGESTS:
+                with contextlib.suppress(OSError, ValueError):
+                    digest = bytes.fromhex(read_file(os.path.join(directory, DIGESTS[name]), LONGEST_TEXT).decode())
+                    setattr(self, name, digest.ljust(32)[:32])
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -329,20 +327,14 @@ class Run:
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
-    def keep_data(self, digest):
-        """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
-        if digest != self.data:
-            self.data = digest
-            if self.directory:
-                _keep_text(self.directory, DATA_FILE, digest.hex())
-
-    def keep_held_out(self, digest):
-        """The same of what validations read. Returns whether that was something else before."""
-        other = any(self.held_out) and digest != self.held_out
-        self.held_out = digest
-        if self.directory:
-            _keep_text(self.directory, HELD_OUT_FILE, digest.hex())
-        return other
+    def keep(self, name, digest):
+        """Stores a digest, `data` or `held_out`; if the disk refuses it, until the end of this session. Returns whether
+        another one was there."""
+        before = getattr(self, name)
+        setattr(self, name, digest)
+        if self.directory and digest != before:
+            _keep_text(self.directory, DIGESTS[name], digest.hex())
+        return digest != before != bytes(32)
 
     def close(self):
         self._file.close()
@@ -542,7 +534,10 @@ def is_blank(directory, begun=False):
 def discard(directory):
     """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
     with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
-        undo.callback(os.close, lock(directory)[0])
+        lock = os.open(directory, os.O_RDONLY)
+        undo.callback(os.close, lock)
+        with where_possible():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.listdir(directory) or is_blank(directory, begun=True):
             shutil.rmtree(directory)
 
@@ -625,17 +620,19 @@ def open_directory(cfg, directory, start=None):
     with contextlib.ExitStack() as undo:
         try:
             make_directory(directory)
-            handle, locked = lock(directory)
-            undo.callback(os.close, handle)
+            lock = os.open(directory, os.O_RDONLY)
+            undo.callback(os.close, lock)
+            with where_possible() as lacking:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             header = _header(cfg, start or Start(0, 0))
             blank = os.path.exists(path) and is_blank(directory)
             other = blank and read_file(path, LONGEST_TEXT) != header
-            for name in (DATA_FILE, HELD_OUT_FILE) * blank:
+            for name in DIGESTS.values() if blank else ():
                 remove(os.path.join(directory, name))
             if other or not os.path.exists(path):
                 write_file(directory, FILE, header)
-            run = Run(cfg, open_file(path, "r+b"), directory, handle)
-            run.notices += [f"{directory} cannot be locked there: see that no other run writes into it"] * (not locked)
+            run = Run(cfg, open_file(path, "r+b"), directory, lock)
+            run.notices += [f"{directory} cannot be locked: see that no other run writes into it" for _ in lacking]
             run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
@@ -655,21 +652,10 @@ def open_directory(cfg, directory, start=None):
     with contextlib.suppress(OSError):               # a coordinator need not have it
         digest = egg_config.sha256_of(cfg.DECODING_FILE)
         settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
-        if (cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE) and digest == settings["DECODING_SHA256"] \
-                and not os.path.lexists(os.path.join(directory, DECODING)):
-            with open(cfg.DECODING_FILE, "rb") as file, replacing(directory, DECODING) as copy:
-                shutil.copyfileobj(file, copy, PIECE)
+        if digest == settings["DECODING_SHA256"] and not os.path.lexists(os.path.join(directory, DECODING)):
+            copy_file(os.path.realpath(cfg.DECODING_FILE), directory, DECODING)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
-
-
-def _kept_digest(directory, name):
-    """bytes [32] of a file of the directory, zeros where it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        digest = bytes.fromhex(read_file(os.path.join(directory, name), LONGEST_TEXT).decode())
-        if len(digest) == 32:
-            return digest
-    return bytes(32)
 
 
 def _keep_text(directory, name, text):
@@ -682,8 +668,7 @@ def _copy_rest(source, target):
     """Copies snapshots, events and earlier epochs, but no links and pipes of a stranger. Raises OSError."""
     for name in filter(COPIED.fullmatch, os.listdir(source)):
         if _is_plain(path := os.path.join(source, name)):
-            with open_file(path) as file, replacing(target, name) as copy:
-                shutil.copyfileobj(file, copy, PIECE)
+            copy_file(path, target, name)
 
 
 def most_body(cfg):

@@ -3,7 +3,6 @@
 import concurrent.futures
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -44,7 +43,7 @@ def test_modules_with_the_names_of_our_folders_are_in_nobodys_way(place, compile
 @mark.parametrize("variable", ["PYTHONSAFEPATH=1", "PYTHONOPTIMIZE=2"])
 def test_variables_of_python_change_nothing(place, compiled, variable):
     env = dict([variable.split("=")])
-    assert succeeds(process("arch --help", env=env)) == succeeds(process("arch --help"))
+    assert succeeds(process("train --help", env=env)).startswith("usage: egg.py train ")
     assert "stopped after 1 steps" in succeeds(process("train --steps 1", *DEFINES, env=env, cwd=place))
 
 
@@ -58,6 +57,11 @@ def test_what_ends_a_worker_at_its_start_is_one_line(place, code, words):
     fails(process("train --steps 1", *DEFINES, env={"PYTHONPATH": "site"}, cwd=place), 1, words)
 
 
+def test_a_clone_by_git_for_windows_has_the_same_bytes():
+    rules = dict(line.split(" ", 1) for line in (HERE / ".gitattributes").read_text().splitlines()[1:])
+    assert rules["*"] == "text=auto eol=lf" and {rules[f"*.{kind}"] for kind in ("bin", "npz", "zst", "png")} == {"binary"}
+
+
 def test_process_1_ends_by_a_signal(here):
     """As in a container without an init: there Linux has no default for it."""
     os.mkfifo("text")
@@ -65,7 +69,7 @@ def test_process_1_ends_by_a_signal(here):
     waiting = subprocess.Popen([sys.executable, "-c", code, "prepare", "text", "--out", "made"])
     with open("text", "wb"):                                 # once it reads, it is there
         waiting.terminate()
-        assert waiting.wait(20) == 128 + signal.SIGTERM
+        assert waiting.wait(20) == 130
 
 
 LACKING = """
@@ -87,7 +91,7 @@ def test_a_file_system_without_links_locks_and_modes_keeps_a_run(place, compiled
     for steps in 4, 6:
         done = process(f"train --save-dir r --steps {steps}", *DEFINES, "-DSNAPSHOT_EVERY=2", env=env, cwd=place)
         told = succeeds(done)
-        assert "r cannot be locked there: see that no other run writes into it" in told and "no more" not in told
+        assert "r cannot be locked: see that no other run writes into it" in told and "no more" not in told
     assert sorted(name for name in os.listdir("r") if name.startswith("snapshot"))[-1].startswith("snapshot-00000006-")
     assert "best.egg" not in os.listdir("r")
     for more in "", "--best":
@@ -103,8 +107,7 @@ def test_a_lost_log_of_events_is_made_up_for(place, compiled):
     assert [(*point[:2], approx(point.value, abs=1e-6)) for point in left.loss] == \
         [(*point[:2], point.value) for point in whole.loss]
     assert left.steps == 4 and left.units["loss"] == whole.units["loss"]
-    assert [round(point.value, 4) for point in whole.validation][-1] == left.validation[-1].value
-    assert "loss, bits/byte, against million tokens" in succeeds(run("plot r")) and " 4 " in succeeds(run("runs r"))
+    assert "loss, bits/byte, against million tokens" in succeeds(run("plot r")) and "r    4" in succeeds(run("runs r"))
     shutil.rmtree("r")
     (place / "r").mkdir()
     fails(run("plot r"), 1, "r/events.jsonl: No such file")

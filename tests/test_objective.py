@@ -185,7 +185,8 @@ def test_a_file_may_lie_beside_modules_with_the_names_of_our_folders(judged, tmp
     """Also where it is one of them, and imports them late, or in a process of its own."""
     (tmp_path / "engine.py").write_text("def worth(text):\n    return float(len(text))\n")
     own = judged("""
-import multiprocessing, engine
+import multiprocessing
+import engine
 TOKENS = 6
 pools = []
 def reward(completions):

@@ -1,5 +1,6 @@
 """`prepare`: own text becomes data files, and the next command trains on them."""
 
+import filecmp
 import itertools
 import os
 import pathlib
@@ -114,11 +115,18 @@ def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled
     succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
     ask = "generate --load-dir ckpt --prompt the --tokens 3"
     succeeds(run(ask))
-    os.rename("a/decoding.bin", "mine.bin")
-    shutil.copy("b/decoding.bin", ".")                           # it would be found here
+    os.rename("a", "gone")
+    shutil.copy("b/decoding.bin", ".")                           # it would be found here, but the run has its own
+    os.rename("ckpt", "elsewhere")
+    ask = ask.replace("ckpt", "elsewhere")
+    succeeds(run(ask))
+    os.rename("elsewhere/decoding.bin", "mine.bin")              # as of an older run
     done = run(ask)
     assert (done.returncode, done.stdout) == (1, "") and "is not the decoding.bin of this run" in done.stderr
     succeeds(run(ask + " -D DECODING_FILE=mine.bin"))
+    files = [f"-D{name}=gone/{file}" for name, file in prepare.FILES.items()]
+    succeeds(run("train --save-dir elsewhere --steps 2", *files))
+    assert filecmp.cmp("elsewhere/decoding.bin", "mine.bin", False)
 
 
 # --- preparing a text -------------------------------------------------------------------------------------------------
@@ -185,21 +193,20 @@ def test_a_directory_is_all_its_files_and_progress_is_shown(here, monkeypatch):
 
 def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
     """However often it is there, and wherever links lead."""
-    (here / "d" / "v1").mkdir(parents=True)
+    (here / "d" / "v1" / ".git").mkdir(parents=True)
     texts = [os.urandom(9000).hex().encode() + b"\n" for _ in range(3)]
-    for name, text in {"d/a": texts[0], "d/v1/b": texts[1], "d/copy": texts[0],
+    for name, text in {"d/a": texts[0], "d/v1/b": texts[1], "d/copy": texts[0], "d/v1/.git/c": TEXT,
                        "d/v1/packed.zst": pyzstd.compress(texts[2])}.items():
         (here / name).write_bytes(text)
-    for link, to in ("d/loop", "."), ("d/v1/up", ".."), ("d/current", "v1"), ("d/broken", "nowhere"):
+    for link, to in ("d/loop", "."), ("d/v1/up", ".."), ("d/current", "v1"), ("d/broken", "nowhere"), ("d/same", "a"):
         os.symlink(to, link)
-    told = succeeds(run("prepare d --out d --vocab-size 256"))
-    whole = len(texts[0]) * 3
-    assert "d/copy: left out, the same text as d/a" in told
-    for line in "prepare d --force --out d", "prepare d/a d/current d/input.bin d/val.bin --force --out d", "prepare d":
+    for line in "prepare d --out d", "prepare d d/a --force --out d":
         told = succeeds(run(f"{line} --vocab-size 256"))
-        assert "d/input.bin: left out, as `prepare` makes such files" in told and "warning" not in told
-        assert sum(map(os.path.getsize, ("d/input.bin", "d/val.bin"))) == whole
-    fails(run("prepare d/val.bin --force --out d"), 1, "d/val.bin: no text there, nothing to prepare")
+        assert "d/copy: left out, the same text as d/a" in told and "d/loop: left out, as a link to" in told
+        assert "warning" not in told and ("d/input.bin: left out" in told) == ("force" in line)
+        assert sum(map(os.path.getsize, ("d/input.bin", "d/val.bin"))) == 3 * len(texts[0])
+    told = succeeds(run("prepare d/a d/v1 d/input.bin d/val.bin --out all --vocab-size 256"))
+    assert "of the held-out text stands in the text to train on, too" in told
 
 
 def test_held_out_text_that_stands_in_the_training_text_is_told(here):

@@ -15,6 +15,7 @@ from cluster import history
 from cluster.console import one_line, table
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS, open_file
+from cluster.status import Progress
 from egg_config import explained
 
 POINTS = 1 << 12           # most points of a curve
@@ -118,19 +119,12 @@ def read_curve(path, curve=None):
 
 
 def events_of(directory):
-    """Yields what the history and the names of the snapshots tell of a run whose log is missing. Raises HistoryError.
-    """
+    """Yields the steps that the history of a run tells, whose log is missing. Raises HistoryError."""
     cfg = egg_config.load(environ={}, saved=history.configuration(directory))
-    bits, unit = egg_config.loss_unit(cfg.constants())
-    tokens = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     with contextlib.closing(history.read_run(cfg, directory)) as run:
+        progress = Progress(cfg, run, None)
         for step in range(run.start.step, run.step):
-            loss = bits * run.record(step).sum_loss / (tokens * 16 * cfg.LOSS_SCALE)
-            yield {"event": "step", "step": step, "tokens": step * tokens, "loss": loss, "unit": unit, "elapsed": 0.0}
-    for match in filter(None, map(history.SNAPSHOT.fullmatch, sorted(os.listdir(directory)))):
-        if match[3]:
-            step, kind = int(match[1]), "reward" if match[2] else "validation"
-            yield {"event": kind, "step": step, "tokens": step * tokens, "value": float(match[3]), "unit": ""}
+            yield {"event": "step", "elapsed": 0.0, **progress.of_step(step, run.record(step).sum_loss)}
 
 
 def _number(value):

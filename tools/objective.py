@@ -10,7 +10,6 @@ further columns; TOKENS to write after a prompt; STOP, a text that ends a comple
 import asyncio
 import contextlib
 import functools
-import importlib.machinery
 import inspect
 import io
 import itertools
@@ -30,7 +29,7 @@ from numbers import Real
 
 import numpy as np
 
-from egg_config import FOLDERS, ROOT, EggError, explained
+from egg_config import EggError, OwnFolders, explained, take_out
 from engine import hardware
 from model import activations, data_files, rules, steps
 from model.steps import hash32
@@ -73,7 +72,6 @@ def read(path):
         name = f"objective_{name}"                   # another module has this name
     sys.modules[name] = module = types.ModuleType(name)      # where pickle and dataclasses look for it
     module.__file__ = place
-    sys.path.append(os.path.dirname(place))          # what lies beside it can be imported, also by processes of its own
     names = vars(module)
     try:
         exec(compile(source, place, "exec"), names)
@@ -86,21 +84,19 @@ def read(path):
 
 
 @contextlib.contextmanager
-def _neighbours(path):
-    """A block in which a module beside the file is found although a folder of egg has its name."""
-    place = os.path.dirname(os.path.abspath(path))
-    names = [name for name in FOLDERS if place != ROOT and importlib.machinery.PathFinder.find_spec(name, [place])]
-    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
-    FOLDERS.update(dict.fromkeys(names, place))
-    sys.path[:0] = before = [place] * bool(names)    # for processes that the file starts
+def _at_home(path):
+    """A block in which Python finds what lies beside a file, also by the name of a folder of egg, as `python FILE` does.
+    """
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.meta_path.remove(OwnFolders)
+    ours = take_out(True)
     try:
         yield
     finally:
-        del sys.path[:len(before)]
-        FOLDERS.update(dict.fromkeys(names, ROOT))
-        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-            del sys.modules[name]
+        take_out(False)
         sys.modules.update(ours)
+        sys.meta_path.insert(0, OwnFolders)
+        del sys.path[0]
 
 
 def _judging(path, names):
@@ -247,7 +243,7 @@ def _judge(path, name, max_steps, pipe):
     asyncio.set_event_loop(loop)
     stack = contextlib.ExitStack()                   # to the end of the process
     try:
-        stack.enter_context(_neighbours(path))
+        stack.enter_context(_at_home(path))
         names, functions = read(path)
         functions = {name: (1, names[name])} if name == "reply" else functions
         answers = [], {}
@@ -377,7 +373,7 @@ class Objective:
     seconds = waited = 0.0     # that chunks have taken, and of these the wait for the judge
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
-        with _neighbours(path), contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):    # a judge shows it
+        with _at_home(path), contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):    # a judge shows it
             names, _ = read(path)
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import pathlib
 import sys
 import time
 
@@ -32,8 +33,8 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     part alone. `say` takes progress lines. Returns what `advise` says, before anything is written, of the number of
     tokens in the vocabulary, whether the files hold plain bytes, and how many tokens there are to train on, and held
     out. Raises DataError and then leaves old files."""
-    text = _text(_files(texts, out, say), "prepare", texts, say)
-    train, held_out = ([text], [_text([val], "hold out", [val], say)]) if val else split(text)
+    text = _text(texts, "prepare", say)
+    train, held_out = ([text], [_text([val], "hold out", say)]) if val else split(text)
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
@@ -71,30 +72,24 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     return advice
 
 
-def _files(paths, out, say):
-    """Yields the files of `paths`, of a directory all that are not hidden, also where links lead in circles; but none
-    that `prepare` has made, of a directory, or would make in `out`."""
-    for path in paths:
-        files, places = [] if os.path.isdir(path) else [path], set()
-        for place, folders, names in os.walk(path, followlinks=True):
-            folders[:] = sorted(name for name in folders if name[0] != ".")
-            if (real := os.path.realpath(place)) in places:
-                folders.clear()
-            else:
-                places.add(real)
-                files += (os.path.join(place, name) for name in names if name[0] != ".")
-        for file in sorted(filter(os.path.isfile, files) if places else files):
-            place, name = os.path.split(os.path.realpath(file))
-            if name in (*FILES.values(), MARK) and (file != path or place == os.path.realpath(out)):
-                say(f"{file}: left out, as `prepare` makes such files")
-            else:
-                yield file
+def _files(path, say):
+    """Yields the file `path`, or those of a directory that are not hidden, no links to directories, which may lead in
+    circles, and not made by `prepare`."""
+    for file in sorted(pathlib.Path(path).rglob("*")) if os.path.isdir(path) else [path]:
+        if file == path:
+            yield path
+        elif any(part[0] == "." for part in file.relative_to(path).parts):
+            continue
+        elif file.is_symlink() and file.is_dir() or file.name in (*FILES.values(), MARK):
+            say(f"{file}: left out, as a link to a directory, or a file that `prepare` makes")
+        elif file.is_file():
+            yield str(file)
 
 
-def _text(files, purpose, paths, say):
-    """bytes of files, one after the other, each text once. Raises DataError where there are none: in `paths`."""
+def _text(paths, purpose, say):
+    """bytes of files, one after the other, each text once. Raises DataError where there are none."""
     texts = {}                                       # SHA-256: (file, text)
-    for file in files:
+    for file in (file for path in paths for file in _files(path, say)):
         text = read_text(file)
         if (digest := hashlib.sha256(text).digest()) in texts and text:
             say(f"{file}: left out, the same text as {texts[digest][0]}")

@@ -43,7 +43,7 @@ def open_data(cfg, console=None):
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
              "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    if decoding and len(decoding) < cfg.VOCAB_SIZE:
+    if decoding:
         data_files.need_decodable(tokens, cfg.INPUT_FILE, decoding, cfg.DECODING_FILE)
     return Data(tokens, data_files.open_validation(cfg, decoding, warn), decoding)
 
