@@ -1,6 +1,7 @@
 """Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the
 files. One that is missing or damaged raises DataError, a line that says what to do."""
 
+import filecmp
 import heapq
 import importlib
 import json
@@ -351,7 +352,7 @@ def open_validation(cfg, decoding, warn=warn):
     if not os.path.exists(cfg.VAL_FILE):
         warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
-    if os.path.exists(cfg.INPUT_FILE) and os.path.samefile(cfg.INPUT_FILE, cfg.VAL_FILE):
+    if os.path.exists(cfg.INPUT_FILE) and filecmp.cmp(cfg.INPUT_FILE, cfg.VAL_FILE, False):
         raise DataError(f"{cfg.VAL_FILE} is both INPUT_FILE and VAL_FILE: give a file of held-out data with "
                         "-D VAL_FILE=..., or -D VALIDATE_EVERY=0")
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)

@@ -22,6 +22,7 @@ from model.data_files import DataError, Decoding, load_decoding, open_tokens, op
 from commands import TEXT
 from coordinators import refused
 from recordings import HERE, write_decoding
+from tools import train
 
 BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
 BYTES = BASE.changed(VOCAB_SIZE=256)
@@ -188,7 +189,10 @@ def test_a_larger_vocabulary_than_that_of_the_model_is_refused(tmp_path):
     path = write_decoding(tmp_path / "d", [b"x"] * 301)
     with refused("d has 301 tokens, the model 300: give the decoding.bin of its data", DataError):
         load_decoding(BASE.changed(DECODING_FILE=path))
-    assert len(load_decoding(BASE.changed(DECODING_FILE=path, VOCAB_SIZE=302))) == 301
+    cfg = BASE.changed(DECODING_FILE=path, VOCAB_SIZE=400, INPUT_FILE=write_tokens(tmp_path / "t", [*range(300), 301]))
+    assert len(load_decoding(cfg)) == 301
+    with refused("t holds token 301, but .*d only has 301: the files of one", DataError):
+        train.open_data(cfg)
 
 
 def merged_slowly(pieces, word):

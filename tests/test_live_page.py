@@ -131,7 +131,7 @@ def test_a_proxy_may_have_a_prefix_and_with_insecure_a_name_of_its_own(tmp_path)
     assert 'fetch(new URL("state.json", location.origin + location.pathname)' in HTML
     page = live_page.where(("", 0), auth.Access(insecure=True))
     with Server(tmp_path, http=page) as server:
-        for path, kind in ("/user/me/proxy/8080/", "text/html"), ("/?a=/b", "text/html"), ("/x/metrics?y", "text/plain"):
+        for path, kind in ("/user/me/8080/", "text/html"), ("/?a=/b", "text/html"), ("/x/metrics?y", "text/plain"):
             until(lambda: ask(server, path, host="hub.example")[0] == 200)
             assert ask(server, path, host="hub.example")[1]["content-type"].startswith(kind)
         assert ask(server, "/user/metrics/nothing")[0] == 404

@@ -85,8 +85,8 @@ def read(path):
 
 @contextlib.contextmanager
 def _at_home(path):
-    """A block in which Python finds what lies beside a file, also by the name of a folder of egg, as `python FILE` does.
-    """
+    """A block in which what lies beside a file can be imported, also by the name of a folder of egg, and by processes
+    of its own."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     sys.meta_path.remove(OwnFolders)
     ours = take_out(True)
