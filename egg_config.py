@@ -321,8 +321,8 @@ class OwnFolders:
 
 def take_out(ours):
     """{name: module}: what is loaded under the names of FOLDERS, our modules or those of others, is no longer."""
-    return {name: sys.modules.pop(name) for name, module in [*sys.modules.items()]
-            if name.partition(".")[0] in FOLDERS and (getattr(module, "__file__", 0) or "").startswith(ROOT) == ours}
+    return {name: sys.modules.pop(name) for name, module in [*sys.modules.items()] if name.partition(".")[0] in FOLDERS
+            and (getattr(module, "__file__", 0) or "").startswith(ROOT + os.sep) == ours}
 
 
 sys.meta_path.insert(0, OwnFolders)

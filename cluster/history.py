@@ -44,7 +44,8 @@ SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}\.\d{4})\.egg")
 # beside FILE, by --load-dir
 COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?|validation\.sha256")
-PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
+# what is not written yet
+PARTS = re.compile(r"(history|settings|data|validation|decoding|snapshot|events|elite).*\.part") 
 # of what a file system does not have
 LACKING = errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
@@ -244,7 +245,7 @@ class Run:
             for name in DIGESTS:
                 with contextlib.suppress(OSError, ValueError):
                     digest = bytes.fromhex(read_file(os.path.join(directory, DIGESTS[name]), LONGEST_TEXT).decode())
-                    setattr(self, name, digest.ljust(32)[:32])
+                    setattr(self, name, digest if len(digest) == 32 else bytes(32))
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -652,7 +653,7 @@ def open_directory(cfg, directory, start=None):
     with contextlib.suppress(OSError):               # a coordinator need not have it
         digest = egg_config.sha256_of(cfg.DECODING_FILE)
         settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
-        if digest == settings["DECODING_SHA256"] and not os.path.lexists(os.path.join(directory, DECODING)):
+        if digest == settings["DECODING_SHA256"]:
             copy_file(os.path.realpath(cfg.DECODING_FILE), directory, DECODING)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
