@@ -45,7 +45,7 @@ ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}
 # beside FILE, by --load-dir
 COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?|validation\.sha256")
 # what is not written yet
-PARTS = re.compile(r"(history|settings|data|validation|decoding|snapshot|events|elite).*\.part") 
+PARTS = re.compile(r"(history|settings|data|validation|decoding|snapshot|events|elite).*\.part")
 # of what a file system does not have
 LACKING = errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
@@ -653,7 +653,7 @@ def open_directory(cfg, directory, start=None):
     with contextlib.suppress(OSError):               # a coordinator need not have it
         digest = egg_config.sha256_of(cfg.DECODING_FILE)
         settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
-        if digest == settings["DECODING_SHA256"]:
+        if digest == settings["DECODING_SHA256"] and (cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE):
             copy_file(os.path.realpath(cfg.DECODING_FILE), directory, DECODING)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run

@@ -100,7 +100,7 @@ def continuation(cfg, decoding, engine, text, count, seed, stops=(), **settings)
     vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg. Raises
     UsageError."""
     if b"" in stops or not text:
-        raise UsageError("the prompt is empty, or a text to stop at: give at least one character")
+        raise UsageError("the prompt is empty, or a text of --stop: give at least one character")
     tokens = engine.generate(data_files.encoded(cfg, decoding, text), count, seed, **settings)
     ends = [data_files.END] if data_files.END in decoding else []
     return until((decoding.decode([token]) for token in tokens), [*stops, *ends])
