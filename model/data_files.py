@@ -352,9 +352,11 @@ def open_validation(cfg, decoding, warn=warn):
     if not os.path.exists(cfg.VAL_FILE):
         warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
-    if os.path.exists(cfg.INPUT_FILE) and filecmp.cmp(cfg.INPUT_FILE, cfg.VAL_FILE, False):
+    if os.path.exists(cfg.INPUT_FILE) and os.path.samefile(cfg.INPUT_FILE, cfg.VAL_FILE):
         raise DataError(f"{cfg.VAL_FILE} is both INPUT_FILE and VAL_FILE: give a file of held-out data with "
                         "-D VAL_FILE=..., or -D VALIDATE_EVERY=0")
+    if os.path.exists(cfg.INPUT_FILE) and filecmp.cmp(cfg.INPUT_FILE, cfg.VAL_FILE, False):
+        warn(f"{cfg.VAL_FILE} is a copy of {cfg.INPUT_FILE}: validations will be too good")
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 
 
