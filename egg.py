@@ -4,20 +4,24 @@
 Modules that take long to load are imported by the commands that need them.
 """
 
+import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
+if __name__ == "__main__":
+    if os.getpid() == 1:                                 # for which Linux has no default
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
 import contextlib
 import functools
 import importlib
-import os
 import shlex
 import shutil
 import sys
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))       # with PYTHONSAFEPATH it is not there
 try:
     import egg_config
 except Exception as error:                               # a slip in an edit of that file is one line too
@@ -226,18 +230,17 @@ def begun(cfg, args):
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
     begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
                               or history.has_old_votes(args.load_dir))
-    if begins:
-        args.save_dir = args.save_dir or history.beside(args.load_dir)
-    new = args.save_dir and not os.path.lexists(args.save_dir)
+    new = not os.path.lexists(args.save_dir) if args.save_dir else begins
     try:
         if begins:
+            args.save_dir = args.save_dir or history.beside(args.load_dir)
             from tools import use
             use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
                       args.step)
             args.load_dir = None
         yield
     except Exception:
-        if new:
+        if new and args.save_dir:
             history.discard(args.save_dir)
         raise
 
@@ -280,7 +283,8 @@ def train(cfg, args):
     return directory
 
 
-@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
+@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)",
+                lambda text: text.strip("[]")),
          "--port", "--save-dir", *RUN, "--objective", *TLS,
          option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",
@@ -439,8 +443,6 @@ def generate(cfg, args):
     console = Printer()
     prompts = asked(console) if args.interactive else \
         [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
-    if b"" in args.stop or prompts == [b""]:
-        raise egg_config.UsageError("the prompt is empty, or a text of --stop: give at least one character")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
     use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
 
@@ -705,7 +707,8 @@ def parsed(argv):
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
-        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
+        text = function.__doc__ or f"{name} (PYTHONOPTIMIZE=2 has removed the help)"
+        summary, _, examples = text.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None, defines=[],

@@ -17,11 +17,13 @@ this as the tables of docs/CONFIGURATION.md.
 
 import contextlib
 import hashlib
+import importlib.machinery
 import json
 import math
 import os
 import re
 import signal
+import sys
 import textwrap
 import types
 from collections import namedtuple
@@ -261,6 +263,7 @@ SHIPPED = """
 
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 ROOT = os.path.dirname(os.path.abspath(__file__))
+FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
@@ -296,6 +299,32 @@ def sha256_of(path):
     """SHA-256 (hex) of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class OwnFolders:
+    """Finds FOLDERS here, whatever else has their names: what is installed, or lies beside a notebook."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [ROOT]) if name in FOLDERS else None
+
+
+def take_out(ours):
+    """{name: module}: what is loaded under the names of FOLDERS, our modules or those of others, is no longer."""
+    return {name: sys.modules.pop(name) for name, module in [*sys.modules.items()] if name.partition(".")[0] in FOLDERS
+            and (getattr(module, "__file__", 0) or "").startswith(ROOT + os.sep) == ours}
+
+
+sys.meta_path.insert(0, OwnFolders)
+take_out(False)                                      # who has imported them keeps them
+
+
+def begin_process(main, *arguments):
+    """What a process of engine.hardware begins with. It is here, so that OwnFolders finds what `main` is of."""
+    import multiprocessing                           # a coordinator has no use for it
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
+    main(*arguments)
 
 
 # --- what the lines above say ----------------------------------------------------------------------------------------

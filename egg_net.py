@@ -377,7 +377,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
-            "validation": snapshots.data_digest(validation and validation.tokens).hex(),
+            "validation": snapshots.data_digest(validation and validation.windows).hex(),
             "same": {**getattr(worker.objective, "files", {}), TABLES: integer_tables.digest(cfg)}}
     version, pause = V2, BACK_OFF[0]
     connected = False

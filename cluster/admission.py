@@ -237,13 +237,17 @@ class Admission:
             if any(run.data) and card.data != run.data:
                 raise Refused("other training data than this run has: give every worker the same INPUT_FILE; to go on "
                               f"with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
-            run.keep_data(card.data)
+            run.keep("data", card.data)
         same = {**card.same, **({"held-out data": card.validation} if any(card.validation) else {})}
         if differ := [name for name, digest in same.items() if self._same.get(name, digest) != digest]:
             raise Refused(f"other {' and '.join(differ[:3])} than the first worker had: give every worker the same; to "
                           "go on with others, start the coordinator again", OTHER_DATA)
         for name, digest in same.items():
             self._same[name] = digest
+        if any(card.validation) and run.keep("held_out", card.validation):
+            self.coordinator.events.warn("validations read another text than before (VAL_FILE, VALIDATE_TOKENS): their "
+                                         "figures are not compared with earlier ones")
+            self.coordinator.shelf.forget_figures()
 
 
 class Arrival(Role):

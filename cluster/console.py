@@ -1,6 +1,7 @@
 """What a command writes to its terminal: lines, a progress line below them, colours; and the signals that stop it."""
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -99,7 +100,7 @@ class Console(Printer):
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
         if self.callback:
-            self.callback(event)
+            self.callback(copy.deepcopy(event))      # it may change what it gets
         match event["event"]:
             case "start":
                 self._deggs, _ = egg_config.loss_unit(event["config"])

@@ -32,6 +32,8 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+DECODING = "decoding.bin"                # the run's own copy of DECODING_FILE: it travels with it
+DIGESTS = {"data": DATA_FILE, "held_out": "validation.sha256"}       # held_out: of the windows that validations read
 VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
@@ -40,8 +42,12 @@ HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}\.\d{4})\.egg")
-COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
-PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
+# beside FILE, by --load-dir
+COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?|validation\.sha256")
+# what is not written yet
+PARTS = re.compile(r"(history|settings|data|validation|decoding|snapshot|events|elite).*\.part")
+# of what a file system does not have
+LACKING = errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
@@ -93,11 +99,25 @@ def remove(path):
         os.unlink(path)
 
 
+@contextlib.contextmanager
+def where_possible():
+    """A block that not every file system can do: on exFAT, SMB or NFS there may be no links, locks or modes. Yields a
+    list that then gets the error."""
+    lacking = []
+    try:
+        yield lacking
+    except OSError as error:
+        lacking.append(error)
+        if error.errno not in LACKING:
+            raise
+
+
 def sync_directory(directory):
     """Waits until the names in a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with where_possible():
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -122,7 +142,8 @@ class Part:
         """Gives it its name, once its content is on the disk, and waits until the name is, too. Raises OSError."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        os.chmod(self.file.name, 0o644)
+        with where_possible():
+            os.chmod(self.file.name, 0o644)
         os.replace(self.file.name, os.path.join(self._directory, name))
         self.file.close()
         sync_directory(self._directory)
@@ -151,11 +172,20 @@ def write_file(directory, name, data):
         file.write(data)
 
 
+def copy_file(path, directory, name):
+    """Copies a file like `replacing`. Raises OSError."""
+    with open_file(path) as file, replacing(directory, name) as copy:
+        shutil.copyfileobj(file, copy, PIECE)
+
+
 def link_file(path, new):
     """Gives a file a second name, which another file may have had; it is on the disk after this. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
-    os.link(path, new)
+    with where_possible() as lacking:
+        os.link(path, new)
+    if lacking:
+        copy_file(path, *os.path.split(new))
     sync_directory(os.path.dirname(new))
 
 
@@ -202,11 +232,12 @@ class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `data`: digest of the training data, zeros while unknown; `notices`:
-    lines about repairs; `beside`: says what was loaded. lock: a handle, of one that may write."""
+    Start; `directory`: None for a temporary file; `data`, `held_out`: digests of the training data and of what
+    validations read, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded. lock: a
+    handle, of one that may write."""
 
     beside = ""
-    data = bytes(32)
+    data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
@@ -217,10 +248,10 @@ class Run:
         self._lock = lock
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
-            with contextlib.suppress(OSError, ValueError):
-                digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-                if len(digest) == 32:
-                    self.data = digest
+            for name in DIGESTS:
+                with contextlib.suppress(OSError, ValueError):
+                    digest = bytes.fromhex(read_file(os.path.join(directory, DIGESTS[name]), LONGEST_TEXT).decode())
+                    setattr(self, name, digest if len(digest) == 32 else bytes(32))
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -303,12 +334,14 @@ class Run:
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
-    def keep_data(self, digest):
-        """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
-        if digest != self.data:
-            self.data = digest
-            if self.directory:
-                _keep_text(self.directory, DATA_FILE, digest.hex())
+    def keep(self, name, digest):
+        """Stores a digest, `data` or `held_out`; if the disk refuses it, until the end of this session. Returns whether
+        another one was there."""
+        before = getattr(self, name)
+        setattr(self, name, digest)
+        if self.directory and digest != before:
+            _keep_text(self.directory, DIGESTS[name], digest.hex())
+        return digest != before != bytes(32)
 
     def close(self):
         self._file.close()
@@ -403,16 +436,17 @@ def open_run(cfg, save_dir=None, load_dir=None, mend=None):
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir, mend=mend) if save_dir is not None else _temporary_run(cfg)
-    target = save_dir or beside(load_dir)
-    if holds_run(target):
-        run = open_directory(cfg, target, mend=mend)
-        if os.path.realpath(target) != os.path.realpath(load_dir):
-            run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
+    if save_dir and holds_run(save_dir):
+        run = open_directory(cfg, save_dir, mend=mend)
+        if os.path.realpath(save_dir) != os.path.realpath(load_dir):
+            run.notices.append(f"{save_dir} holds a run already: it goes on, --load-dir is not used")
         return run
-    with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
-        make_directory(target)
-        _copy_rest(load_dir, target)
-        source.copy(target)
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        target = save_dir or beside(load_dir)
+        with explained(HistoryError, target, WRITABLE):
+            make_directory(target)
+            _copy_rest(load_dir, target)
+            source.copy(target)
     run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
     return run
@@ -428,8 +462,14 @@ def at_step(path):
 
 
 def beside(directory):
-    """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
-    target = unused(os.path.abspath(directory))
+    """Makes the first of directory-2, directory-3, ... that is not there, for a run that begins with that of
+    `directory`: others may look for one at the same time. Raises HistoryError."""
+    with explained(HistoryError, directory, WRITABLE):
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(target := unused(os.path.abspath(directory)))
+                break
+        sync_directory(os.path.dirname(target))
     return target if os.path.isabs(directory) else os.path.relpath(target)
 
 
@@ -469,6 +509,8 @@ def configuration(directory):
         path = os.path.join(directory, str(config.pop(name, "")))
         if os.path.isfile(path):
             config[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    if _is_plain(path := os.path.join(directory, DECODING)):
+        config["DECODING_FILE"] = path
     return config
 
 
@@ -511,8 +553,9 @@ def discard(directory):
     with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
         lock = os.open(directory, os.O_RDONLY)
         undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_blank(directory, begun=True):
+        with where_possible():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.listdir(directory) or is_blank(directory, begun=True):
             shutil.rmtree(directory)
 
 
@@ -601,7 +644,8 @@ def open_directory(cfg, directory, start=None, mend=None):
             make_directory(directory)
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with where_possible() as lacking:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 run = _locked_run(cfg, directory, start, lock)
             except Damaged as damage:
@@ -610,6 +654,7 @@ def open_directory(cfg, directory, start=None, mend=None):
                 line = mend(cfg, directory, damage)
                 run = _locked_run(cfg, directory, start, lock)
                 run.notices.append(line)
+            run.notices += [f"{directory} cannot be locked: see that no other run writes into it" for _ in lacking]
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:
@@ -625,8 +670,11 @@ def open_directory(cfg, directory, start=None, mend=None):
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
-    if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
-        settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
+    with contextlib.suppress(OSError):               # a coordinator need not have it
+        digest = egg_config.sha256_of(cfg.DECODING_FILE)
+        settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
+        if digest == settings["DECODING_SHA256"] and (cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE):
+            copy_file(os.path.realpath(cfg.DECODING_FILE), directory, DECODING)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
 
@@ -636,8 +684,8 @@ def _locked_run(cfg, directory, start, lock):
     path, header = _file_of(directory), _header(cfg, start or Start(0, 0))
     blank = os.path.exists(path) and is_blank(directory)
     other = blank and read_file(path, LONGEST_TEXT) != header
-    if blank:
-        remove(os.path.join(directory, DATA_FILE))
+    for name in DIGESTS.values() if blank else ():
+        remove(os.path.join(directory, name))
     if other or not os.path.exists(path):
         write_file(directory, FILE, header)
     run = Run(cfg, open_file(path, "r+b"), directory, lock)
@@ -655,8 +703,7 @@ def _copy_rest(source, target):
     """Copies snapshots, events and earlier epochs, but no links and pipes of a stranger. Raises OSError."""
     for name in filter(COPIED.fullmatch, os.listdir(source)):
         if _is_plain(path := os.path.join(source, name)):
-            with open_file(path) as file, replacing(target, name) as copy:
-                shutil.copyfileobj(file, copy, PIECE)
+            copy_file(path, target, name)
 
 
 def most_body(cfg):

@@ -383,6 +383,13 @@ class Shelf:
             with contextlib.suppress(OSError):
                 self.arrange()
 
+    def forget_figures(self):
+        """Of another text: no snapshot is measured yet. Rewards have prompts of their own."""
+        if not self.cfg.OBJECTIVE:
+            self.figures.clear()
+            with contextlib.suppress(OSError):
+                self.arrange()
+
     def begin_epoch(self, sha256):
         """Goes on with the snapshot of the state with which an epoch begins, which is on the disk, as the history is.
         Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
@@ -409,8 +416,8 @@ class Shelf:
         """Adds figures to file names, updates the links `latest` and `best`, removes old snapshots."""
         if self.doubtful or not self.directory:
             return                                       # `check` ends with this
-        for step in self.files.keys() & self.figures:
-            name = history.snapshot_name(step, self.figures[step], self.cfg.OBJECTIVE)
+        for step in self.files:
+            name = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
             if name != self.files[step]:
                 os.replace(self.path(step), self._place(name))
                 self.files[step] = name
@@ -418,9 +425,10 @@ class Shelf:
         for link, step in (("latest", self.newest), ("best", self.best)):
             path = self._place(f"{link}.egg")
             history.remove(path + ".part" if step else path)
-            if step:
-                os.symlink(self.files[step], path + ".part")
-                os.replace(path + ".part", path)
+            with contextlib.suppress(OSError):           # names of files say as much
+                if step:
+                    os.symlink(self.files[step], path + ".part")
+                    os.replace(path + ".part", path)
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
         if every := self.cfg.KEEP_EVERY * self.cfg.SNAPSHOT_EVERY:
             stay |= {step for step in self.files if step % every == 0}

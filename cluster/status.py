@@ -80,15 +80,18 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
+    def of_step(self, step, sum_loss):
+        """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
+        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        return {"step": step, "tokens": step * self.tokens_a_step,
+                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
+
     def complete_step(self, step, sum_loss):
-        """The fields of the event of a completed step. sum_loss: None where no chunk of it read text."""
+        """The fields of the event of a completed step."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
         self.speed = (self.tokens_a_step + self._written) / seconds
-        return {"step": step, "tokens": step * self.tokens_a_step,
-                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit, "updates": self.updates,
-                "reports": len(self._updates),
+        return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
                 "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
@@ -163,6 +166,8 @@ class Progress:
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
+        if any(self.run.held_out):
+            details["of"] = self.run.held_out.hex()[:16]
         self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import types
 
-from egg_config import EggError, UsageError
+from egg_config import EggError, UsageError, begin_process
 
 OLDEST = (8, 0)     # lowest compute capability that is supported
 
@@ -110,9 +110,12 @@ def start_process(main, *arguments):
     """(process, our end of its pipe). The new process calls main(*arguments, the other end); it gets no Ctrl-C, and
     ends with this one."""
     import multiprocessing.resource_tracker          # a coordinator has no use for it
+    if multiprocessing.current_process().daemon:
+        raise EngineError("this process may have no processes of its own, as it is daemonic, of a Pool or of Celery: "
+                          "call egg from another one, as of concurrent.futures.ProcessPoolExecutor")
     context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
+    process = context.Process(target=begin_process, args=(main, *arguments, theirs), daemon=True)
     multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
     program, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
@@ -124,9 +127,3 @@ def start_process(main, *arguments):
         theirs.close()
     return process, ours
 
-
-def _begin(main, *arguments):
-    import multiprocessing
-    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
-    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
-    main(*arguments)

@@ -37,6 +37,7 @@ def test_where_a_coordinator_listens():
     assert [listen_host(None, access) for access in safe] == 2 * ["0.0.0.0"]
     for host in ("localhost", "::1", "127.8.9.1"):
         assert listen_host(host, closed) == host
+    assert egg.parsed(["coordinator", "--host", "[::1]"]).host == "::1"
     for host in ("0.0.0.0", "::", "node7"):
         assert [listen_host(host, access) for access in safe] == 2 * [host]
         with raises(AuthError, match="without a secret would let anybody in"):

@@ -114,6 +114,8 @@ def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, 
     for mode in 0o777, 0o750, 0o755, 0o500:
         good.chmod(mode)
         assert refused()
+    good.chmod(0o2700)
+    assert used() == good, "it inherits set-group-id"
     good.chmod(0o700)
     with mock.patch("os.getuid", lambda: os.geteuid() + 1):
         assert refused()

@@ -174,6 +174,40 @@ def short(completions):
     assert "mean" not in own.measured(new_engine())[2]["numbers"]
 
 
+def test_each_function_gets_lists_of_its_own(judged):
+    """It may empty them, and what is in them."""
+    own = judged("""
+TOKENS = 6
+WEIGHTS = {"first": 1, "second": 100}
+def first(completions, completion_ids, **columns):
+    [ids.clear() for ids in completion_ids]
+    return [len(completions.pop(0)) for _ in [*completions]]
+def second(completions, completion_ids):
+    return [len(text) if ids else 0 for text, ids in zip(completions, completion_ids)]
+""")
+    texts, earned = own.judged(new_engine(), own.held_out)
+    assert earned == [101 * len(text) for text in texts["completions"]] and sum(earned) > 0
+
+
+@pytest.mark.parametrize("name", ["model", "tools"])
+def test_a_file_may_lie_beside_modules_with_the_names_of_our_folders(judged, tmp_path, name):
+    """Also where it is one of them, and imports them late, or in a process of its own."""
+    (tmp_path / "engine.py").write_text("def worth(text):\n    return float(len(text))\n")
+    own = judged("""
+import multiprocessing
+import engine
+TOKENS = 6
+pools = []
+def reward(completions):
+    from engine import worth
+    pools.append(pools[0] if pools else multiprocessing.get_context("spawn").Pool(1))
+    return [worth(text) + 1 for text in pools[0].map(str, completions)] if pools[0].map(engine.worth, "a") else None
+""", name=f"{name}.py")
+    assert (rewards_of(own) > 0).all()
+    from engine import hardware
+    assert vars(sys.modules[name])["__path__"] == [os.path.join(HERE, name)] and hardware.cores
+
+
 def test_a_function_gets_what_trl_gives(judged):
     own = judged("""
 TOKENS, STOP, DATA = 6, "e", [{"prompt": "the king", "answer": "x"}] * 20

@@ -1,5 +1,6 @@
 """`prepare`: own text becomes data files, and the next command trains on them."""
 
+import filecmp
 import itertools
 import os
 import pathlib
@@ -123,11 +124,18 @@ def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled
     succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
     ask = "generate --load-dir ckpt --prompt the --tokens 3"
     succeeds(run(ask))
-    os.rename("a/decoding.bin", "mine.bin")
-    shutil.copy("b/decoding.bin", ".")                           # it would be found here
+    os.rename("a", "gone")
+    shutil.copy("b/decoding.bin", ".")                           # it would be found here, but the run has its own
+    os.rename("ckpt", "elsewhere")
+    ask = ask.replace("ckpt", "elsewhere")
+    succeeds(run(ask))
+    os.rename("elsewhere/decoding.bin", "mine.bin")              # as of an older run
     done = run(ask)
     assert (done.returncode, done.stdout) == (1, "") and "is not the decoding.bin of this run" in done.stderr
     succeeds(run(ask + " -D DECODING_FILE=mine.bin"))
+    files = [f"-D{name}=gone/{file}" for name, file in prepare.FILES.items()]
+    succeeds(run("train --save-dir elsewhere --steps 2", *files))
+    assert filecmp.cmp("elsewhere/decoding.bin", "mine.bin", False)
 
 
 # --- preparing a text -------------------------------------------------------------------------------------------------
@@ -222,6 +230,47 @@ def test_a_long_text_is_learnt_from_in_part_and_encoded_whole(here, monkeypatch)
     whole = sum(map(len, read_back(300)))
     assert whole == 500 * len(PROSE) < sum(read) < whole + 9000
     assert shown and not [line for line in said if "%" in line]
+
+
+def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
+    """However often it is there, and wherever links lead."""
+    (here / "d" / "v1" / ".git").mkdir(parents=True)
+    texts = [os.urandom(9000).hex().encode() + b"\n" for _ in range(3)]
+    for name, text in {"d/a": texts[0], "d/v1/b": texts[1], "d/copy": texts[0], "d/v1/.git/c": TEXT,
+                       "d/v1/packed.zst": pyzstd.compress(texts[2])}.items():
+        (here / name).write_bytes(text)
+    for link, to in ("d/loop", "."), ("d/v1/up", ".."), ("d/current", "v1"), ("d/broken", "nowhere"), ("d/same", "a"):
+        os.symlink(to, link)
+    for line in "prepare d --out d", "prepare d d/a --force --out d":
+        told = succeeds(run(f"{line} --vocab-size 256"))
+        assert "left out: d/copy is the same text as d/a" in told and "left out: d/loop is a link to" in told
+        assert "warning" not in told and ("left out: d/input.bin" in told) == ("force" in line)
+        assert sum(map(os.path.getsize, ("d/input.bin", "d/val.bin"))) == 3 * len(texts[0])
+    told = succeeds(run("prepare d/a d/v1 d/input.bin d/val.bin --out all --vocab-size 256"))
+    assert "of the held-out text stands in the text to train on, too" in told
+
+
+def test_held_out_text_that_stands_in_the_training_text_is_told(here):
+    for name, text in ("a", os.urandom(30000)), ("b", os.urandom(3000)):
+        (here / name).write_bytes(text.hex().encode())
+    (here / "both").write_bytes((here / "a").read_bytes() + (here / "b").read_bytes())
+    assert "warning" not in succeeds(run("prepare a --val b --out x --vocab-size 256"))
+    assert "warning: 100% of the held-out text stands in the text to train on, too" in \
+        succeeds(run("prepare both --val b --out y --vocab-size 256"))
+
+
+@mark.parametrize("between", [b"", b"\n"])
+def test_the_end_of_a_text_is_one_token(here, monkeypatch, between):
+    """In the files of `prepare`, as in a prompt, and not taken into account by the BPE."""
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 200)
+    text = (PROSE.replace(b"\n", b" ") + between + data_files.END + between) * 300
+    assert prepared(text, 300) == 300
+    decoding = data_files.Decoding.read("decoding.bin")
+    files = [np.fromfile(name, "<u4") for name in ("input.bin", "val.bin")]
+    assert decoding.decode([299]) == data_files.END and b"|>" not in decoding and b"endo" not in decoding
+    assert sum((tokens == 299).sum() for tokens in files) == 300
+    assert sum(decoding.decode(tokens).count(data_files.END) for tokens in files) == 300
+    assert (decoding.encode(text) == 299).sum() == 300
 
 
 def test_the_vocabulary_is_learned_from_the_training_part_alone(here):

@@ -199,6 +199,9 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
 def test_a_copied_run_and_the_same_file_twice(bytes_here, compiled):
     succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
     fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 2, "is both INPUT_FILE and VAL_FILE: give a")
+    shutil.copy("my data/train.bin", "copy.bin")
+    assert "warning: copy.bin is a copy of my data/train.bin: validations will be too good" in \
+        succeeds(run("train --save-dir ckpt --steps 2", "-DVAL_FILE=copy.bin"))
     os.mkdir("elsewhere")
     shutil.move("ckpt", "elsewhere/ckpt")
     os.chdir("elsewhere")

@@ -77,7 +77,7 @@ def test_validation_and_samples_reach_the_console(tmp_path):
 def test_a_worker_states_its_held_out_data(server):
     peer = Peer2(server, validation="ab" * 32)
     with refused("other held-out data"):
-        run_worker(server, FakeEngine(), validation=VALIDATION._replace(tokens=np.zeros(9)))
+        run_worker(server, FakeEngine(), validation=VALIDATION._replace(windows=VALIDATION.windows + 1))
     assert peer.chunk(0) == 0
 
 

@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import io
 import itertools
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -33,7 +32,7 @@ from numbers import Real
 import numpy as np
 
 from cluster.console import STOPPING, clean
-from egg_config import EggError, UsageError, explained, sha256_of
+from egg_config import EggError, OwnFolders, UsageError, explained, sha256_of, take_out
 from engine import hardware
 from model import activations, data_files, rules, steps
 from model.steps import hash32
@@ -82,7 +81,6 @@ def read(path):
         name = f"objective_{name}"                   # another module has this name
     sys.modules[name] = module = types.ModuleType(name)      # where pickle and dataclasses look for it
     module.__file__ = place
-    sys.path.append(os.path.dirname(place))          # what lies beside it can be imported, also by processes of its own
     names = vars(module)
     try:
         exec(compile(source, place, "exec"), names)
@@ -92,6 +90,22 @@ def read(path):
         advice = "" if isinstance(error, OSError) else f": it must run by itself, as `python {path}` does"
         raise ObjectiveError(f"{path}: {_said(error)}{advice}") from None
     return names, _judging(path, names)
+
+
+@contextlib.contextmanager
+def _at_home(path):
+    """A block in which what lies beside a file can be imported, also by the name of a folder of egg, and by processes
+    of its own."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.meta_path.remove(OwnFolders)
+    ours = take_out(True)
+    try:
+        yield
+    finally:
+        take_out(False)
+        sys.modules.update(ours)
+        sys.meta_path.insert(0, OwnFolders)
+        del sys.path[0]
 
 
 def _judging(path, names):
@@ -149,14 +163,7 @@ def _rows(path, names, name):
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
         with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, "rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-        value = []
-        for number, line in lines:
-            try:
-                value.append(json.loads(line))
-            except ValueError as error:
-                raise ObjectiveError(f"{place}:{number}: {getattr(error, 'msg', error)}: every line is to be a JSON "
-                                     "object") from None
+            value = [row for _, row in data_files.json_lines(place, file.read(), ObjectiveError)]
     if not (isinstance(value, list) and value):
         raise ObjectiveError(f"{place}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name "
                              "of a JSON-lines file of such")
@@ -238,8 +245,10 @@ def _judged_once(functions, texts, loop, state):
     def log_metric(name, value):
         log_extra(name, [value] * count)
 
-    passed = {**texts, "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
+    lists = pickle.dumps(texts)
     for name, (_, function) in functions.items():
+        # each has lists of its own, which it may empty
+        passed = {**pickle.loads(lists), "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
         with _blamed(name):
@@ -292,7 +301,9 @@ def _judge(path, name, max_steps, pipe):
     sys.stdout = printed = io.StringIO()
     loop = asyncio.new_event_loop()                  # one for all calls, as with TRL: the locks of a file belong to it
     asyncio.set_event_loop(loop)
+    stack = contextlib.ExitStack()                   # to the end of the process
     try:
+        stack.enter_context(_at_home(path))
         names, functions = read(path)
         functions = {name: (1, names[name])} if name == "reply" else functions
         answers = [], {}
@@ -435,7 +446,7 @@ class Objective:
         opened = {}
         sys.addaudithook(lambda event, about: event == "open" and about[1] in ("r", "rb", "rt")
                          and opened.setdefault(os.path.abspath(str(about[0]))))
-        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
+        with _at_home(path), contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):    # a judge shows it
             names, _ = read(path)
         self.files = files_of(path, [*opened])
         self.cfg, self.path = cfg, path

@@ -1,10 +1,10 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
-import glob
 import hashlib
 import itertools
 import os
+import pathlib
 import sys
 import time
 
@@ -14,7 +14,7 @@ import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
 from model import soft_targets
-from model.data_files import MARK, WORDS, DataError, Decoding, read_text
+from model.data_files import END, MARK, WORDS, DataError, Decoding, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
@@ -25,6 +25,8 @@ LEARN_BYTES = 1 << 26        # of a longer text the BPE learns from about so man
 PROBE = 1 << 16              # bytes of a text in which prompts and answers are looked for
 SIGNS = b">", b"=", b":", b"?", b"|", b"\t"
 LONGEST_ANSWER = 48          # bytes of a line
+SAMPLES, SAMPLE = 32, 100    # of the held-out text that are looked for in the other, and bytes of one
+MUCH_KNOWN = 0.1             # share of them that is worth a warning
 ENCODE_BYTES = 1 << 16       # approximate bytes of text that are encoded at once
 
 
@@ -44,6 +46,9 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
+    if (share := _share_known(train, held_out)) > MUCH_KNOWN:
+        say(f"warning: {share:.0%} of the held-out text stands in the text to train on, too: validations will be too "
+            "good; is a text there twice?")
 
     longest = longest_answer(train[0])
     if vocab_size is None:
@@ -77,26 +82,48 @@ def prepare(texts, vocab_size, val=None, out=".", say=print, advise=lambda *made
     return advice
 
 
+def _files(path, say):
+    """Yields the file `path`, or those of a directory that are not hidden, no links to directories, which may lead in
+    circles, and not made by `prepare`."""
+    for file in sorted(pathlib.Path(path).rglob("*")) if os.path.isdir(path) else [path]:
+        if file == path:
+            yield path
+        elif any(part[0] == "." for part in file.relative_to(path).parts):
+            continue
+        elif file.is_symlink() and file.is_dir() or file.name in (*FILES.values(), MARK):
+            say(f"left out: {file} is a link to a directory, or a file that `prepare` makes")
+        elif file.is_file():
+            yield str(file)
+
+
 def _text(paths, purpose, say, field):
-    """bytes of files, one after the other, of a directory all texts that are not hidden; `say` takes a line about one
-    that is none. Raises DataError where there are none."""
-    files, texts = [], []
-    for path in paths:
-        files += sorted(file for file in glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
-                        if os.path.isfile(file)) if os.path.isdir(path) else [path]
-    for file in files:
+    """bytes of files, one after the other, each text once; `say` takes a line about one that is left out. Raises
+    DataError where there are none."""
+    texts = {}                                       # SHA-256: (file, text)
+    for path, file in ((path, file) for path in paths for file in _files(path, say)):
         try:
-            texts.append(read_text(file, field))
+            text = read_text(file, field)
         except DataError as error:
-            if file in paths:
+            if file == path:
                 raise
             say(f"left out: {error}")
             continue
-        if file.endswith((".csv", ".tsv")) or b"\0" in texts[-1][:ENCODE_BYTES]:
+        if (digest := hashlib.sha256(text).digest()) in texts and text:
+            say(f"left out: {file} is the same text as {texts[digest][0]}")
+            continue
+        if file.endswith((".csv", ".tsv")) or b"\0" in text[:ENCODE_BYTES]:
             say(f"{file}: a table or no text: every byte of it is learnt")
-    if text := b"".join(texts):
+        texts[digest] = file, text
+    if text := b"".join(text for _, text in texts.values()):
         return text
     raise DataError(f"{', '.join(paths)}: no text there, nothing to {purpose}")
+
+
+def _share_known(train, held_out):
+    """The share of the held-out text, by samples, that stands in the text to train on."""
+    text = b"".join(held_out)
+    samples = [text[at:at + SAMPLE] for at in range(0, len(text) - SAMPLE, max(SAMPLE, len(text) // SAMPLES))]
+    return sum(any(sample in part for part in train) for sample in samples) / max(len(samples), 1)
 
 
 def need_room(directory, force):
@@ -150,7 +177,7 @@ def split(data):
     size = share // blocks
 
     def cut(at):
-        return data.find(b"\n", at, at + size) + 1 or at
+        return _cut(data, at, at + size) or at
 
     cuts = [0]
     for block in range(blocks):
@@ -160,13 +187,18 @@ def split(data):
     return parts[::2], parts[1::2]
 
 
+def _cut(data, low, high):
+    """Where to cut a text between two places, best at a line end, else before END; 0 where neither is."""
+    return data.find(b"\n", low, high) + 1 or max(data.find(END, low, high), 0)
+
+
 def _blocks(parts):
     """The texts in Latin-1 strings of about ENCODE_BYTES, cut at line ends if possible: the end of one ends a word."""
     for part in parts:
         at = 0
         while at < len(part):
             limit = at + 2 * ENCODE_BYTES
-            after = part.find(b"\n", at + ENCODE_BYTES, limit) + 1 or min(limit, len(part))
+            after = _cut(part, at + ENCODE_BYTES, limit) or min(limit, len(part))
             yield part[at:after].decode("latin-1")
             at = after
 
@@ -184,7 +216,8 @@ def _blocks_told(parts, work, tell, most=1 << 62):
 
 
 def _train_bpe(parts, vocab_size, say, tell):
-    """[bytes of token 0, 1, ...]: of a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
+    """[bytes of token 0, 1, ...]: of a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes, the last one
+    is END if the text has that."""
     try:
         import tokenizers
     except ImportError:
@@ -192,11 +225,14 @@ def _train_bpe(parts, vocab_size, say, tell):
                         " plain bytes with --vocab-size 256") from None
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False,
+    ends = [END.decode()] if any(END in part for part in parts) else []
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - len(ends), min_frequency=2, show_progress=False,
                                              initial_alphabet=[chr(b) for b in range(256)])
     say(f"BPE: learning {vocab_size:,} tokens ...")
     started = time.monotonic()
-    bpe.train_from_iterator(_blocks_told(parts, "BPE: read", tell, LEARN_BYTES), trainer)
+    bpe.train_from_iterator((text for block in _blocks_told(parts, "BPE: read", tell, LEARN_BYTES)
+                             for text in block.split(END.decode())), trainer)
+    bpe.add_special_tokens(ends)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
     if missing := vocab_size - len(vocabulary):

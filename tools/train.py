@@ -47,6 +47,8 @@ def open_data(cfg, console=None):
              "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
     try:
         decoding, tokens = data_files.load_decoding(cfg, warn), data_files.open_tokens(cfg, cfg.INPUT_FILE)
+        if decoding:
+            data_files.need_decodable(tokens, cfg.INPUT_FILE, decoding, cfg.DECODING_FILE)
         return Data(tokens, data_files.open_validation(cfg, decoding, warn), decoding)
     except data_files.DataError as error:
         raise data_files.UnusableData(str(error)) from None
@@ -181,19 +183,24 @@ def _worker_process(device, cfg, port, threads, first, access, steps, objective,
     the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
+    ready = False
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
+            ready = True
             console = Console(quiet=True)
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                                name=device, console=console, objective=judge)
     except BrokenPipeError:
         pass                                        # the parent has ended
-    except EggError as error:
+    except Exception as error:
+        if ready and not isinstance(error, EggError):
+            raise                                   # it may be chance: the parent starts another one
+        kind = "" if isinstance(error, EggError) else f"the worker on {device}: {type(error).__name__}: "
         with contextlib.suppress(BrokenPipeError):
-            pipe.send(("error", str(error)))
+            pipe.send(("error", kind + " ".join(str(error).split())))
 
 
 class Child:
@@ -260,8 +267,8 @@ class Training:
         code = child.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         child.deaths += 1
-        if child.deaths > RESTARTS:
-            raise TrainError(f"the worker on {child.device} {how}, for the {child.deaths}th time; "
+        if child.deaths > RESTARTS or code > 0 and not child.ready:      # what fails at the start would do so again
+            raise TrainError(f"the worker on {child.device} {how}{f', {child.deaths} times' * (child.deaths > 1)}; "
                              f"the {self.coordinator.run.step} completed steps are kept")
         self.console.line(f"the worker on {child.device} {how}: starting it again")
         child.pipe.close()

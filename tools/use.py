@@ -13,7 +13,7 @@ import numpy as np
 from model import data_files, parameters, steps
 from cluster import history, snapshots
 from cluster.console import rewards_text
-from egg_config import DATA_FILES, EggError, explained
+from egg_config import DATA_FILES, EggError, UsageError, explained
 from tools import train
 
 EVAL_TOKENS = 1 << 16      # that are evaluated between two progress lines
@@ -105,7 +105,10 @@ def until(pieces, stops):
 
 def continuation(cfg, decoding, engine, text, count, seed, stops=(), **settings):
     """Yields the model's continuation of a text, both bytes, of `count` tokens, or up to the first of `stops` or to the
-    vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
+    vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg. Raises
+    UsageError."""
+    if b"" in stops or not text:
+        raise UsageError("the prompt is empty, or a text of --stop: give at least one character")
     tokens = engine.generate(data_files.encoded(cfg, decoding, text), count, seed, **settings)
     ends = [data_files.END] if data_files.END in decoding else []
     return until((decoding.decode([token]) for token in tokens), [*stops, *ends])
