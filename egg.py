@@ -139,7 +139,7 @@ COMMON = dict([
     option("--tls-key FILE", "key of that certificate"),
     option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
            "workers without a certificate"),
-    option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
+    option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what the model writes "
            "(docs/OBJECTIVES.md)"),
     option("--verbose", "print a line for every step, in the format and the unit of d-eggs"),
     option("--quiet", "print nothing but errors"),
@@ -229,7 +229,7 @@ def begun(cfg, args):
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
     begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
-                              or history.has_old_votes(args.load_dir))
+                              or history.is_former(args.load_dir))
     new = not os.path.lexists(args.save_dir) if args.save_dir else begins
     try:
         if begins:
@@ -513,7 +513,7 @@ def import_(cfg, args):
 
 @command(*SAVED_RUN, option("--json FILE", "also append them to FILE, as one line of JSON"), saved=of_run)
 def debug(cfg, args):
-    """print statistics of a saved run: activations of member 0, attention, weights
+    """print statistics of a saved run: activations, attention, weights
 
     example: python egg.py debug --load-dir ckpt --json trace.jsonl"""
     from tools import debug

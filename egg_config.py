@@ -47,8 +47,8 @@ NTT_CAUSAL = 1                   # 0, 1          | all     | (transformer) 1: a 
 # --- population ------------------------------------------------------------------------------------------------------
 CHUNK_SIZE = 40960               # 2 to 2^24     | run     | members evaluated in one job, with PERTURB = units windows;
 #                                                            even: antithetic pairs stay together
-POPULATION_SIZE = 0              # 0 to 2^28     | run     | members per step, or windows; a multiple of CHUNK_SIZE; 0: 8
-#                                                            chunks
+POPULATION_SIZE = 0              # 0 to 2^28     | run     | members, or windows, of a step; a multiple of CHUNK_SIZE;
+#                                                            0: 8 chunks
 GROUP_SIZE = 2                   # 2 to 2^28     | run     | members that read the same tokens; even, a divisor of
 #                                                            POPULATION_SIZE
 
@@ -250,7 +250,8 @@ SHIPPED = """
     SIGMA_SHIFT=3 SIGMA_SHIFT_VECTOR=4 SHIFT_ATTN=8 SHIFT_OUT=9 SHIFT_LOGIT=8 SHIFT_MLP_UP=8 SHIFT_MLP_DOWN=10
     SHIFT_QKV=6 SOFTMAX_SCALE_BIT=18 SOFTMAX_LUT_SIZE=256 SOFTMAX_EXP_SCALE=6.0 ROPE_SCALE_BIT=20
     HOST_GAUSSIAN=0 DEVICE_GAUSSIAN=0 HOST_MASK=15 DEVICE_MASK=15 NOISE_REUSE=1 ADAPTIVE_NOISE_MODE=1
-    ADAPTIVE_NOISE_INIT=64 ADAPTIVE_NOISE_INC=5 ADAPTIVE_NOISE_DEC=1 PERTURB=weights LOSS=deggs USE_SAME_DATA=0 CHUNK_MEAN_FILTER=1 CHUNK_MEAN_EXPONENT=1.2 USE_ADAPTIVE_THRESHOLD=1
+    ADAPTIVE_NOISE_INIT=64 ADAPTIVE_NOISE_INC=5 ADAPTIVE_NOISE_DEC=1 PERTURB=weights LOSS=deggs USE_SAME_DATA=0
+    CHUNK_MEAN_FILTER=1 CHUNK_MEAN_EXPONENT=1.2 USE_ADAPTIVE_THRESHOLD=1
     ADAPTIVE_THRESHOLD_ALPHA=0.1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
     LR_SCHEDULE=0:0.5,100:0.25,200:0.125 ADAM_BETA1=0.9 ADAM_BETA2=0.95 ADAM_EPS=1e-08 ADAM_WEIGHT_DECAY=0.01
     ZTEST_ALPHA=4.0 USE_CLT=1 USE_MUON=0 MUON_MOMENTUM=0.85 MUON_LR_SCALE=1.0 MUON_NS=quintic OBJECTIVE=
@@ -270,6 +271,9 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
+# those of noise on activations, which unit trials have replaced
+FORMER = {"VERSION_OF_VOTES", "CREDIT", "NOISE_EMBEDDING", "NOISE_GATE", "NOISE_CANDIDATE", "NOISE_ATTENTION",
+          "NOISE_OUTPUT", "NOISE_UP", "NOISE_DOWN"}
 
 
 class EggError(Exception):
@@ -471,10 +475,6 @@ class Config(types.SimpleNamespace):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
         return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in DETERMINING}))
 
-    def agreed(self):
-        """The same, and the version of the votes: what makes the digits of a worker."""
-        return self.saved()
-
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
         return {name: value for name, value in self.constants().items() if name in KEPT}
@@ -565,6 +565,21 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     return cfg
 
 
+def renewed(config):
+    """The constants of a saved run, {name: value}, as they are called now. Noise on activations becomes unit trials
+    with as many chunks and digits: the same update replays its steps."""
+    new = {name: value for name, value in config.items() if name not in FORMER}
+    if config.get("PERTURB") == "activations":
+        group, chunk, every = (config.get(name, SHIPPED[name])
+                               for name in ("GROUP_SIZE", "CHUNK_SIZE", "POPULATION_SIZE"))
+        new["PERTURB"] = "units"
+        with contextlib.suppress(TypeError, ZeroDivisionError):          # of a stranger, whom `make` refuses
+            windows = chunk // group
+            windows *= 1 + windows % 2
+            new |= {"GROUP_SIZE": 2, "CHUNK_SIZE": windows, "POPULATION_SIZE": every // chunk * windows}
+    return new
+
+
 def edited():
     """[name]: the constants whose values above were edited."""
     return [name for name, constant in CONSTANTS.items() if constant.value != SHIPPED.get(name, constant.value)]
@@ -642,8 +657,8 @@ def validate(cfg, saved, given):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
         most = 1 << (17 if cfg.MODEL == "gru" else 16)
         need(cfg.CHUNK_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums in "
-             "32 bits")
+             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
+             "in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")

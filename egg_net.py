@@ -1,7 +1,7 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
-Members of a population come in pairs; a pair's fitness is one ternary digit. (With noise on activations, SPEC 21, a
-chunk has one digit for every weight instead.) A worker holds a replica of the model. It asks for a chunk of the
+Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a chunk is
+some windows, and has one digit for every weight.) A worker holds a replica of the model. It asks for a chunk of the
 population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the chunks of a step,
 appends the step to the history and answers the next request of every worker with the fitness of all pairs, from which
 the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and
@@ -57,7 +57,7 @@ from model import steps
 # worker; its methods import what needs NumPy, which a coordinator starts without
 
 SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
-FIRST_SLICE = 64           # members, before its speed is known
+FIRST_SLICE = 64           # members or windows, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
@@ -67,13 +67,13 @@ BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the
 
 class Worker:
     """A replica of the model and what it needs to serve; see `run_worker`. validate_first: with the first chunk 0,
-    whatever the step; objective: by which members are judged, a tools.objective.Objective."""
+    whatever the step; objective: by which texts are judged, a tools.objective.Objective."""
 
     changed = 0                            # weights changed by the last update, until a result has reported it
     digest = None                          # of the present state, once it is asked for
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
+    speed, slice = 0.0, FIRST_SLICE        # members or windows a second, at a time
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, objective=None):
@@ -165,7 +165,7 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        if self.cfg.PERTURB == "activations":
+        if self.cfg.PERTURB == "units":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return steps.pack_digits(rules.chunk_fitness(losses, self.cfg)), int(losses.sum())
@@ -219,7 +219,7 @@ class Worker:
 
     def _slice_size(self, left):
         """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
-        engine has few sizes to prepare for. With noise on activations the digits are of whole chunks."""
+        engine has few sizes to prepare for. With unit trials the digits are of whole chunks."""
         size = self.cfg.CHUNK_SIZE
         while size > self.slice and self.cfg.PERTURB == "weights":
             size = size // 2 + 1 & ~1
@@ -376,7 +376,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
-            "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
+            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex(),
             "validation": snapshots.data_digest(validation and validation.windows).hex(),
             "same": {**getattr(worker.objective, "files", {}), TABLES: integer_tables.digest(cfg)}}
     version, pause = V2, BACK_OFF[0]

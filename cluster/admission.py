@@ -196,9 +196,9 @@ class Admission:
             self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def let_in_version_1(self, session):
-        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "activations" or self.access.secret
+        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "units" or self.access.secret
                 or self.access.tls):
-            raise Refused("protocol 1 has no secret, TLS, islands and noise on activations: a worker of protocol 2 is "
+            raise Refused("protocol 1 has no secret, TLS, islands and unit trials: a worker of protocol 2 is "
                           "needed")
         self._enter(session, V1)
         self.coordinator.worker_joined(session, Author("a version 1 peer", session.title), auth.UNKNOWN)
@@ -229,7 +229,7 @@ class Admission:
     def _check_worker(self, card):
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
-        if differ := history.difference(self.cfg.agreed(), card.config, ("at the coordinator", "at the worker")):
+        if differ := history.difference(self.cfg.saved(), card.config, ("at the coordinator", "at the worker")):
             raise Refused(f"another configuration: {differ}: give both the same egg_config.py, --preset, -D and "
                           "--objective", OTHER_CONFIG)
         run = self.coordinator.run

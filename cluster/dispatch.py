@@ -119,7 +119,7 @@ class Dispatcher:
         if not worker.trusted:                       # made with a state that others contradict
             self.give_back(worker, [chunk])
             return None
-        if self.cfg.PERTURB == "activations" and self.votes_from_text(chunk):        # rewards may be equal
+        if self.cfg.PERTURB == "units" and self.votes_from_text(chunk):              # rewards may be equal
             self._shares.append(share := steps.nonzero_share(result.packed))
             if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
                 self.work.audit(chunk)

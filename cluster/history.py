@@ -1,6 +1,6 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
 (SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
-A run that began from an imported model, each epoch of an island, and a run with noise on activations is rebuilt from
+A run that began from an imported model, each epoch of an island, and a run with unit trials is rebuilt from
 the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
 
 A power cut takes what was not synced, content or name. So no file of a run is removed before what replaces it is on the
@@ -34,7 +34,6 @@ EVENTS = "events.jsonl"                  # the events of the run (cluster.event_
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 DECODING = "decoding.bin"                # the run's own copy of DECODING_FILE: it travels with it
 DIGESTS = {"data": DATA_FILE, "held_out": "validation.sha256"}       # held_out: of the windows that validations read
-VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
@@ -329,7 +328,7 @@ class Run:
 
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
-        with noise on activations a step is a digit a weight. state: SHA-256 of that state; digest: its
+        with unit trials a step is a digit a weight. state: SHA-256 of that state; digest: its
         model.parameters.Digest, or None. Raises OSError; then nothing has changed."""
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
@@ -386,11 +385,10 @@ class Run:
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
-        if self._lock is not None and _has_old_votes(config):
-            raise HistoryError(f"{self._name} is of a program with other rules of noise on activations: `egg.py train "
+        if self._lock is not None and _is_former(config):
+            raise HistoryError(f"{self._name} has noise on activations, which unit trials have replaced: `egg.py train "
                                f"--load-dir {self.directory}` begins a new run with its model")
-        config.pop(VOTES, None)
-        if differ := difference(config, self.cfg.saved()):
+        if differ := difference(egg_config.renewed(config), self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets = [size]
@@ -503,7 +501,7 @@ def configuration(directory):
     except Damaged:
         if not config:
             raise
-    config.pop(VOTES, None)
+    config = egg_config.renewed(config)
     config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(config.pop(name, "")))
@@ -514,15 +512,15 @@ def configuration(directory):
     return config
 
 
-def has_old_votes(directory):
-    """Whether a run cannot go on, as the rules of its noise on activations have changed. Raises HistoryError."""
+def is_former(directory):
+    """Whether a run cannot go on, as it has noise on activations. Raises HistoryError."""
     with contextlib.suppress(Damaged):
-        return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+        return _is_ours(directory) and _is_former(_header_of(_file_of(directory))[0])
     return False
 
 
-def _has_old_votes(config):
-    return config.get("PERTURB") == "activations" and config.get(VOTES) != egg_config.VERSION_OF_VOTES
+def _is_former(config):
+    return config.get("PERTURB") == "activations"
 
 
 def determining(config):
@@ -666,7 +664,7 @@ def open_directory(cfg, directory, start=None, mend=None):
     for name in os.listdir(directory):       # of one that was killed
         if PARTS.fullmatch(name):
             remove(os.path.join(directory, name))
-    settings = cfg.agreed() | cfg.settings()         # the first for a header that is damaged
+    settings = cfg.saved() | cfg.settings()          # the first for a header that is damaged
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
@@ -740,7 +738,7 @@ def difference(there, here, where=("there", "here")):
     """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
     where what matters most comes first, as one text, with the number of the others; "" where they agree."""
     there, here = ({**egg_config.LACKING, **constants} for constants in (there, here))
-    foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
+    foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys() - egg_config.FORMER
     texts = []
     for name in (*egg_config.CONSTANTS, *sorted(foreign)):
         values = [constants.get(name, "unknown") for constants in (there, here)]
@@ -752,7 +750,7 @@ def difference(there, here, where=("there", "here")):
 
 
 def _header(cfg, start):
-    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.agreed()}  # every egg reads 1
+    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}  # every egg reads 1
     if start.step:
         fields["start"] = start._asdict()
     text = json.dumps(fields, sort_keys=True).encode()

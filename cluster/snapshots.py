@@ -249,8 +249,8 @@ class Upload:
 
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
-    old ones are removed. damaged: {line: file, or None} about files that cannot be used; doubtful: steps of those that `check` has
-    not come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
+    old ones are removed. damaged: {line: file, or None} about files that cannot be used; doubtful: steps of those that
+    `check` has not come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
 
     stopped = False
 
@@ -293,12 +293,12 @@ class Shelf:
         self.damaged[f"{self._place(name)} is damaged and not used: {why}"] = name
 
     def _is_of_run(self, head):
-        """With noise on activations the history may begin later than the epoch: of the snapshots between, the best
+        """With unit trials the history may begin later than the epoch: of the snapshots between, the best
         stays."""
         step, start = head.step, self.run.start
         if step < start.step:
             since = start.origin.get("since", start.step) if start.origin else 0
-            return self.cfg.PERTURB == "activations" and step >= since
+            return self.cfg.PERTURB == "units" and step >= since
         if step == start.step and start.state:
             return head.sha256.hex() == start.state
         return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
@@ -538,11 +538,11 @@ class Collector:
             self.dispatcher.changed = True
 
     def _forget(self):
-        """A task. With noise on activations the history keeps the steps since the second newest snapshot: a step is a
+        """A task. With unit trials the history keeps the steps since the second newest snapshot: a step is a
         digit a weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
-        if (self.cfg.PERTURB == "activations" and step > run.start.step
+        if (self.cfg.PERTURB == "units" and step > run.start.step
                 and (step in shelf.digests or not run.start.origin)):
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
                 yield from run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))

@@ -181,8 +181,8 @@ def read_text(path, field="text"):
         texts = []
         for number, row in json_lines(path, data):
             if not (isinstance(row, dict) and isinstance(row.get(field), str)):
-                raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"{field}\": --field "
-                                "NAME names another")
+                raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"{field}\": "
+                                "--field NAME names another")
             texts.append(row[field])
         data = "\n".join(texts).encode("utf-8", "replace")
     _need_bytes(np.frombuffer(data, np.uint8), path, "give the text itself")

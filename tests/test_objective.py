@@ -38,7 +38,7 @@ COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 HERE = egg_config.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
-    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, PERTURB="activations", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, PERTURB="units", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
     OBJECTIVE="x", OBJECTIVE_TEXTS=4, OBJECTIVE_SECONDS=60.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
@@ -803,13 +803,13 @@ def test_the_coordinator_is_told_why_a_worker_ends(judged, tmp_path):
 
 
 def test_another_objective_is_named_as_a_difference():
-    ours, none = CFG.agreed(), CFG.changed(OBJECTIVE="").agreed()
+    ours, none = CFG.saved(), CFG.changed(OBJECTIVE="").saved()
     assert history.difference(none, ours).startswith("OBJECTIVE = unset there, ")
     assert history.difference(ours, none).endswith(" there, unset here")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, compiled_activations):
+def place(tmp_path_factory, compiled_units):
     """A directory with a text, a file of an objective and a saved run `ckpt` of one step."""
     at = tmp_path_factory.mktemp("place")
     TOKENS.tofile(at / "input.bin")

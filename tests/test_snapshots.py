@@ -22,7 +22,7 @@ from model import parameters
 from model.parameters import digest_of, initial_state
 from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
                           whole)
-from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
+from fakes import UNITS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 from tools import use
 
@@ -163,10 +163,10 @@ def flip(path):
     path.write_bytes(data)
 
 
-RARELY = [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)]
+RARELY = [changed(SNAPSHOT_EVERY=4), UNITS.changed(SNAPSHOT_EVERY=4)]
 
 
-@mark.parametrize("cfg", RARELY, ids=["weights", "activations"])
+@mark.parametrize("cfg", RARELY, ids=["weights", "units"])
 @mark.parametrize("damage", ["header", "early", "late"])
 def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(tmp_path, cfg, damage):
     """With a digit a pair the history is the run, so that no later step of it is given up."""
@@ -183,7 +183,7 @@ def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(t
     data = bytearray(file.read_bytes())
     data[place] ^= 1
     file.write_bytes(data)
-    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.has_old_votes(at)
+    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.is_former(at)
     lines = egg_net.Console(Lines())
     assert use.load(cfg, at, console=lines).step == newest
     assert f"here is its snapshot of step {newest}" in lines.stream.text
@@ -199,7 +199,7 @@ def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(t
     assert bytes(data) == (file.parent / f"{history.FILE}.damaged").read_bytes()
 
 
-@mark.parametrize("cfg", RARELY, ids=["weights", "activations"])
+@mark.parametrize("cfg", RARELY, ids=["weights", "units"])
 def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
@@ -224,7 +224,7 @@ def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, 
 
 def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
     """As if it had been damaged after the coordinator looked at it."""
-    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cfg = UNITS.changed(SNAPSHOT_EVERY=4)
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
         until(lambda: not server.shelf.doubtful)
@@ -237,7 +237,7 @@ def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tm
 
 
 def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
-    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cfg = UNITS.changed(SNAPSHOT_EVERY=4)
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
     flip(first)

@@ -1,4 +1,4 @@
-"""Rewards: what a Python function of the user thinks of what members write (SPEC 22, docs/OBJECTIVES.md).
+"""Rewards: what a Python function of the user thinks of what the model writes (SPEC 22, docs/OBJECTIVES.md).
 
 A file of --objective has a reward function of the form of TRL: reward(prompts, completions, **columns) takes lists of
 one length and returns as many numbers, more is better, or None for a text that it does not judge. Optional in the file:
@@ -34,7 +34,8 @@ import numpy as np
 from cluster.console import STOPPING, clean
 from egg_config import EggError, OwnFolders, UsageError, explained, sha256_of, take_out
 from engine import hardware
-from model import activations, data_files, rules, steps
+from model import data_files, rules, steps
+from model.rewards import advantages, is_text, text_draws, text_loss, text_windows
 from model.steps import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
@@ -572,11 +573,11 @@ class Objective:
         return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
     def texts(self, engine, first, check):
-        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its groups from number
+        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its windows from number
         `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
         cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        choices, seeds = activations.text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        choices, seeds = text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE)
         each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
         sequences, own, earned = [], [], []
         for at in range(0, len(seeds), each):
@@ -590,18 +591,17 @@ class Objective:
         return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
-        """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
+        """(packed digits, sum of losses) of the chunk that begins with window `first`: it votes from the data or from
         the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        if activations.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+        if is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
             packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
-            loss = activations.text_loss(cfg, engine.step, loss)
+            loss = text_loss(cfg, engine.step, loss)
         else:
-            group, loss = first // cfg.GROUP_SIZE, 0
-            sequences, own, earned = self.texts(engine, group, check)
-            windows = activations.text_windows(sequences, own, activations.advantages(cfg, earned))
+            loss, (sequences, own, earned) = 0, self.texts(engine, first, check)
+            windows = text_windows(sequences, own, advantages(cfg, earned))
             if len(windows[0]):
-                packed = engine.vote(group, *windows, self.temperature)
+                packed = engine.vote(first, *windows, self.temperature)
             else:                                    # equal rewards are no votes
                 packed = steps.pack_digits(np.zeros(cfg.CHUNK_DIGITS, np.int8))
         self.seconds += time.perf_counter() - started
@@ -611,7 +611,7 @@ class Objective:
     @property
     def texts_a_step(self):
         """That are judged, of all workers, in the mean."""
-        return round(self.cfg.POPULATION_SIZE // self.cfg.GROUP_SIZE * (1 - self.cfg.TEXT_SHARE))
+        return round(self.cfg.POPULATION_SIZE * (1 - self.cfg.TEXT_SHARE))
 
     def measured(self, engine):
         """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the

@@ -106,9 +106,9 @@ def start_engine(cfg, data, device, threads, log):
     return engine
 
 
-def few_members(cfg, engine):
-    """(members, seconds that their evaluation takes): of whole windows, SLICE_SECONDS long, or a chunk."""
-    count, seconds = (2 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE) // 2, 0.0
+def few(cfg, engine):
+    """(members or windows, seconds that their evaluation takes): SLICE_SECONDS long, or a chunk."""
+    count, seconds = 1, 0.0
     while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
         count = min(2 * count, cfg.CHUNK_SIZE)       # the first evaluation also makes the table of soft targets
         seconds = min(seconds_of(lambda: engine.evaluate(0, count)) for _ in range(2))
@@ -123,9 +123,9 @@ def seconds_of(run):
 
 def tell_pace(cfg, engine, log):
     """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
-    count, seconds = few_members(cfg, engine)
+    count, seconds = few(cfg, engine)
     seconds *= cfg.POPULATION_SIZE / count
-    log(f"a step of {cfg.POPULATION_SIZE:,} models takes about " + (
+    log(f"a step of {cfg.POPULATION_SIZE:,} {'models' if cfg.PERTURB == 'weights' else 'windows'} takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
         f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
     if "vnni" not in engine.name and cfg.SIMD == "auto":
