@@ -13,9 +13,9 @@ import numpy as np
 from engine import simd
 from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32, factor, hash32, i32, inlined, inner,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
-                              share_unit, shift_right, softmax_share, table_term, trailing_zeros, u32)
+                              share_unit, shift_right, softmax_share, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from engine.simd import PANEL, ROWS, add_times, dithered, entry_sum, local, noisy_tile, nonzero, tile
 from model import integer_tables, parameters, units
 from model.rules import DITHER_STEP
 
@@ -332,18 +332,19 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
         for r in range(0, rows, ROWS):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
-                noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
+                noisy_tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, c.divisor, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
+                tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
                      out.shape[1], k4)
 
 
 @inner
-def add_product(x, sums, votes, p):
+def add_product(x, stride, step, sums, votes, p):
     """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . sums. x uint8
-    [padded rows, n]: moved by 128; sums int8 [n, PANEL at most]: columns of this panel; n a multiple of 4."""
-    length, padded = x.shape[1], votes.shape[1]
+    [padded rows, n], moved by 128, with the strides of a row and of four elements of it; sums int8 [n, PANEL at most]:
+    columns of this panel; n a multiple of 4."""
+    length, padded = sums.shape[0], votes.shape[1]
     words, correction = np.zeros(length // 4 * PANEL, u32), np.zeros(PANEL, i32)
     for k in range(length // 4):
         for j in range(sums.shape[1]):
@@ -358,7 +359,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
+        tile(x, r * stride, stride, step, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -550,25 +551,21 @@ def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, erro
 
 
 @leaf
-def learn_head(c, z, r, errors, masks, x, sums, votes):
+def learn_head(c, z, r, errors, places, x, sums, votes):
     """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
-    them, and sums int32 [H] = the head times them. masks int64 [V / 64]: overwritten."""
-    weights = c.columns[c.table[c.head, 0].columns:]
-    for i in range(sums.size):
+    them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
+    H = c.HIDDEN_DIM
+    head, inputs = c.table[c.head, 0].columns * H, local(H, np.int8)
+    for i in range(H):
         sums[i] = 0
-    nonzero(errors, 0, masks, 0, errors.size)
-    for block in range(errors.size // 64):
-        left = masks[block]
-        while left:
-            v = 64 * block + trailing_zeros(left)
-            left &= left - 1
-            e = i32(errors[v])
-            if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):      # it cannot follow
-                continue
-            for i in range(sums.size):
-                sums[i] += i32(e * weights[v, i])
-            for i in range(sums.size):
-                votes[v, i] += i32(e * i32(x[r, i] - 128))
+        inputs[i] = x[r, i] - 128
+    for k in range(nonzero(errors, 0, errors.size, places, 0)):
+        v = i64(places[k])
+        e = i32(errors[v])
+        if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):          # it cannot follow
+            continue
+        add_times(e, c.columns, head + v * H, sums, 0, H)
+        add_times(e, inputs, 0, votes, v * H, H)
 
 
 # --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------
@@ -661,7 +658,7 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
     norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
     x, means = local((GROUP, H), np.uint8), local(GROUP, f32)
     errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
-    masks, sums = local(errors.size // 64, i64), local((GROUP, H), i32)
+    places, sums = local(errors.size + 4, i32), local((GROUP, H), i32)
     below, along, ones = local((GROUP, H), f32), local(GROUP, f32), local(GROUP, f32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
@@ -679,7 +676,7 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
                 if kept.credit.size:
                     head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
                                 i32(kept.weights[row]), errors)
-                    learn_head(c, z, r, errors, masks, x, sums[r], kept.votes)
+                    learn_head(c, z, r, errors, places, x, sums[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
