@@ -184,34 +184,22 @@ def add_looked_up(credits, tokens, factor, votes):
 @njit
 def add_up(sums, first, end):
     """int64: the total size of columns first..end - 1 of sums int32 [threads, n], after all rows are added to the
-    first."""
+    first; the others are then 0."""
     total, all_ = i64(0), sums[0, first:end]
     for k in range(1, sums.shape[0]):
         its = sums[k, first:end]
         for i in range(its.size):
             all_[i] += its[i]
+            its[i] = 0
     for i in range(all_.size):
         total += abs(i64(all_[i]))
     return total
 
 
-@inlined
-def sign(vote, least):
-    return i32(i32(vote >= least) - i32(vote <= -least))
-
-
 @njit
-def signs(sums, by_column, least, out, first, end):
-    """out int8 [rows / 4, cols, 4], or [1, cols, 1], blocks first..end - 1: the signs of sums of at least this size, else
-    0. sums int32 [rows, >= cols], by column: [cols, rows]."""
-    group = out.shape[2]
-    if by_column:
-        for col in range(out.shape[1]):
-            for block in range(first, end):
-                for k in range(group):
-                    out[block, col, k] = sign(sums[col, group * block + k], least)
-    else:
-        for block in range(first, end):
-            for col in range(out.shape[1]):
-                for k in range(group):
-                    out[block, col, k] = sign(sums[group * block + k, col], least)
+def signs(sums, least, out):
+    """out int8 [n]: the signs of sums int32 [n] of at least this size, else 0; the sums are then 0."""
+    least = i32(min(least, i64((1 << 31) - 1)))
+    for i in range(out.size):
+        out[i] = i32(sums[i] >= least) - i32(sums[i] <= -least)
+    sums[:] = 0

@@ -246,7 +246,7 @@ class CpuEngine:
         """Moves one array by its votes int32, [>= rows, >= cols] or in canonical order; number of weights changed."""
         cfg = self.cfg
         row = self._table[t.param, t.layer]
-        changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
+        changed_rows, changed_cols = (np.zeros(n if cfg.ADAPTIVE_NOISE_MODE else 0, np.uint8) for n in (t.rows, t.cols))
         group = 4 if t.matrix else 1
         o = rules.update_constants(cfg, cfg.learning_rate(self.step), t)
         if o.rule == rules.MUON and votes.ndim == 1:

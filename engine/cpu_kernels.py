@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
                               share_unit, shift_right, softmax_share, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, add_times, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from engine.simd import PANEL, ROWS, add_row, dithered, entry_sum, local, noisy_tile, nonzero, tile
 from model import integer_tables, parameters, units
 from model.rules import DITHER_STEP
 
@@ -555,17 +555,24 @@ def learn_head(c, z, r, errors, places, x, sums, votes):
     """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
     them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
     H = c.HIDDEN_DIM
-    head, inputs = c.table[c.head, 0].columns * H, local(H, np.int8)
+    head, last = c.table[c.head, 0].columns * H, i32(0)
+    part, times_last = local(H, i32), local(H, i32)          # sum of the head where the error was `last`
     for i in range(H):
-        sums[i] = 0
-        inputs[i] = x[r, i] - 128
+        sums[i] = part[i] = times_last[i] = 0
     for k in range(nonzero(errors, 0, errors.size, places, 0)):
         v = i64(places[k])
         e = i32(errors[v])
         if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):          # it cannot follow
             continue
-        add_times(e, c.columns, head + v * H, sums, 0, H)
-        add_times(e, inputs, 0, votes, v * H, H)
+        if e != last:                                        # most are -1: nothing is multiplied
+            for i in range(H):
+                sums[i] += i32(last * part[i])
+                part[i], times_last[i] = 0, e * i32(x[r, i] - 128)
+            last = e
+        add_row(c.columns, head + v * H, part, 0, H)
+        add_row(times_last, 0, votes, v * H, H)
+    for i in range(H):
+        sums[i] += i32(last * part[i])
 
 
 # --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class UnitVotes:
         # the sums of votes, one after the other: int32 [V, H] of the head and embedding, [rows, cols padded] of others
         self._by_token = {self._head, self._embedding}
         voting = self._by_token | {vote.tensor for vote in self._matrices} | {tensor for tensor, _ in self._biases}
-        self._shapes, self._ends = {}, [0]
+        self._shapes, self._ends, self._spare = {}, [0], []
         for t in self._tensors:
             if t in voting:
                 padded = -(-t.cols // PANEL) * PANEL
@@ -121,7 +121,10 @@ class UnitVotes:
                 for (t, shape), at, end in zip(self._shapes.items(), self._ends, self._ends[1:])}
 
     def pool(self):
-        """(int32 [threads, n], list): memory for the sums of a chunk, and the rows of it that no thread has."""
+        """(int32 [threads, n], list): memory for the sums of a chunk, which are 0, and the rows of it that no thread
+        has."""
+        if self._spare:
+            return self._spare.pop()
         return np.zeros((self._threads, self._ends[-1]), np.int32), list(range(self._threads))
 
     def read(self, c, pool, windows, seed, weights=None, counted=None):
@@ -191,14 +194,18 @@ class UnitVotes:
         self._job([(pool, top, part) for part in read], self._vote).finish()
         digits, (memory, _) = np.zeros(self.cfg.CHUNK_DIGITS, np.int8), pool
 
-        def send(t, sums, at, end):
+        def send(t, at, end):
+            small = np.empty(end - at, np.int8)
             least = units.least_vote(self.cfg, t, cpu_credits.add_up(memory, at, end))
-            group = 4 if t.matrix else 1
-            cpu_credits.signs(sums, t in self._by_token, least, digits[t.span].reshape(-1, t.cols, group), 0,
-                              t.rows // group)
+            cpu_credits.signs(memory[0, at:end], least, small)
+            small, its = small.reshape(self._shapes[t]), digits[t.span]
+            if t in self._by_token:                          # four of a token, side by side in either order
+                its.view(np.int32).reshape(-1, t.cols)[:] = small.view(np.int32).T
+            else:
+                its[:] = parameters.to_canonical(small[:, :t.cols]) if t.matrix else small[0, :t.cols]
 
-        self._job([(t, sums, at, end) for (t, sums), at, end in
-                   zip(self._sums(memory[0]).items(), self._ends, self._ends[1:])], send).finish()
+        self._job(list(zip(self._shapes, self._ends, self._ends[1:])), send).finish()
+        self._spare.append(pool)
         packed = np.empty(digits.size // 5, np.uint8)
         self._spread(packed.size, digits.size, pack_digits, digits, packed)
         return packed.tobytes(), sum(part.loss for part in read)
@@ -296,31 +303,34 @@ def adamw_moves(o, votes, weights, moments, moves):
 @njit
 def apply_votes(o, weights, t, group, votes, strides, x, moments, changed_rows, changed_cols, first, end):
     """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes, int32 with strides of
-    a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side], and marks the rows and
-    columns of those that changed; their number. group: 4 rows of a matrix are stored together, a vector is one row."""
+    a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side]; the number of those that
+    changed, and where changed_rows and changed_cols are not empty, marks in them. group: 4 rows of a matrix are stored
+    together, a vector is one row."""
     cols, changed, direction = t.cols, 0, f32(0)
     moves, some = local(MOVED, i32), local(MOVED, i32)
     for block in range(first, end):
         for col in range(0, cols, MOVED // group):
             n = min(MOVED // group, cols - col)
-            at, source = t.weights + (block * cols + col) * group, block * strides[0] + col * strides[2]
+            at, its = t.weights + (block * cols + col) * group, votes[block * strides[0] + col * strides[2]:]
             for j in range(n):
                 for k in range(group):
-                    some[j * group + k] = votes[source + j * strides[2] + k * strides[1]]
+                    some[j * group + k] = its[j * strides[2] + k * strides[1]]
             if o.rule == ADAMW:
                 adamw_moves(o, some, weights[at:], moments[at:], moves[:n * group])
-            for j in range(n):
+            for j in range(n if o.rule != ADAMW else 0):
                 for k in range(group):
                     i, r = j * group + k, block * group + k
-                    if o.rule != ADAMW:
-                        if o.rule == MUON:
-                            direction = x[r, col + j] if t.rows <= cols else x[col + j, r]
-                        moves[i] = move(o, some[i], direction, i32(weights[at + i]), moments[at + i])
-                    if moves[i]:
-                        weights[at + i] += moves[i]
-                        changed_rows[r] = 1
-                        changed_cols[col + j] = 1           # threads only ever write the same 1
-                        changed += 1
+                    if o.rule == MUON:
+                        direction = x[r, col + j] if t.rows <= cols else x[col + j, r]
+                    moves[i] = move(o, some[i], direction, i32(weights[at + i]), moments[at + i])
+            its_weights = weights[at:]
+            for i in range(n * group):
+                its_weights[i] += moves[i]
+                changed += abs(moves[i])
+            for i in range(n * group if changed_rows.size else 0):
+                if moves[i]:
+                    changed_rows[block * group + i % group] = 1
+                    changed_cols[col + i // group] = 1      # threads only ever write the same 1
     return changed
 
 

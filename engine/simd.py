@@ -427,11 +427,10 @@ def nonzero(builder, x: "array", count, out: "array"):
 
 
 @operation(types.void)
-def add_times(builder, factor: types.int32, x: "array", out: "array", count):
-    """out int32 += factor * x, int8; count: a multiple of 32."""
-    vector = _vector(I32, 32)
+def add_row(builder, x: "array", out: "array", count):
+    """out int32 += x, int8 or int32; count: a multiple of 32."""
     with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
-        at = builder.mul(loop.index, I64(32))
-        more = builder.sext(_load(builder, builder.gep(x, [at]), _vector(I8, 32)), vector)
-        place = builder.gep(out, [at])
-        _store(builder, builder.add(_load(builder, place, vector), builder.mul(more, _splat(builder, factor, 32))), place)
+        at, vector = builder.mul(loop.index, I64(32)), _vector(I32, 32)
+        more, place = _load(builder, builder.gep(x, [at]), _vector(x.type.pointee, 32)), builder.gep(out, [at])
+        more = builder.sext(more, vector) if x.type.pointee == I8 else more
+        _store(builder, builder.add(_load(builder, place, vector), more), place)
