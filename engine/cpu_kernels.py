@@ -29,7 +29,7 @@ u8 = np.uint8
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
-ONE = i64(1)                # row
+ONE = i64(1)
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -165,11 +165,11 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def keep(kept, name, layer, first, count, x):
-    """Keeps x [count, n], bytes, in rows first.. of a Kept."""
+def keep(kept, name, layer, first, step, count, x):
+    """Keeps x [count, n], bytes, in every step-th row of a Kept from `first` on."""
     place = kept.places[name, layer]
     for r in range(count if kept.bytes.size else 0):
-        row = kept.bytes[first + r, place:]
+        row = kept.bytes[first + r * step, place:]
         for i in range(x.shape[1]):
             row[i] = x[r, i]
 
@@ -465,7 +465,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x, scales)
-        keep(kept, NORMED_2, slot, first, count, x)
+        keep(kept, NORMED_2, slot, first, ONE, count, x)
         keep_scales(kept, ln, layer, first, count, scales)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if c.gru:
@@ -475,7 +475,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
                 m = member(r, left)
                 for i in range(4 * H):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i])) + 128
-        keep(kept, BEFORE, slot, first, count, u)
+        keep(kept, BEFORE, slot, first, ONE, count, u)
         if not c.gru:
             for r in range(count):
                 for i in range(4 * H):
@@ -484,7 +484,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
             for r in range(count):
                 for i in range(4 * H):
                     u[r, i] = max(u[r, i], u8(128))
-        keep(kept, INNER, slot, first, count, u)
+        keep(kept, INNER, slot, first, ONE, count, u)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), 0, y)
@@ -532,7 +532,7 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
-@leaf
+@inlined
 def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
     """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss;
     seed: of the window; weight: of its errors."""
@@ -550,7 +550,7 @@ def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, erro
         errors[v] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
 
 
-@leaf
+@inlined
 def learn_head(c, z, r, errors, places, x, sums, votes):
     """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
     them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
