@@ -4,16 +4,16 @@ model        kernels, in this order (here: Transformer._launch, Recurrent._launc
 transformer  embed, norm, up, down; in each layer norm, qkv, attention, o, norm, up, down; then norm, head
 recurrent    in each layer norm (the first looks up the embedding), gates, recur, norm, inner, down; then norm, head
 
-noise           what runs
-on weights      the pass over pairs of members; `clean` for validation: the same kernels with the noise masked out by
-                the job, and another head
-on activations  the clean pass over groups, which keeps what matrices multiply (keep), the errors of the head (errors)
-                and, of the transformer, the attention (share); the pass over members; then measure, credit, for each
-                layer of the transformer attend, add_up, products, token_votes, vote_sizes, vote_digits and pack_digits
-                (kernels.activations)
+PERTURB      what a step runs
+weights      the pass over pairs of members, by these kernels
+units        unit trials, by kernels of their own (kernels.units), whose arrays are row-major: a forward pass over the
+             windows of a chunk, the head's errors, the transposed pass, and the votes
 
-card            cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
-                from the shared memory of a block (kernels.product)
+Validation is the pass with the noise masked out by the job, and another head, `clean`; with unit trials no noise is
+hashed at all.
+
+card         cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
+             from the shared memory of a block (kernels.product)
 
 Each launch says on which row of the plan (the run-time constants of a call), from and to which array.
 
@@ -23,7 +23,7 @@ What the CUDA engine uses:
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
-                        first launch; "load": pack, "step": evaluate, "validate", "write"
+                        first launch; "load": pack, "step": evaluate, or those of .trials; "validate", "write"
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -34,9 +34,7 @@ What the CUDA engine uses:
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1;
                         offset, pairs: Python ints
-        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes. Then losses has those
-                        of all positions, and `evaluate` has a further argument: True, where the unperturbed model
-                        reads, instead of pairs, groups, for the votes. Their windows are those of all their pairs
+        .trials         None, or with unit trials (SPEC 21) the kernels.units.Trials of a step, in place of `evaluate`
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -57,7 +55,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import activations, gru, transformer, writing
+from kernels import gru, transformer, units, writing
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
@@ -77,8 +75,6 @@ def arrays_in(scratch, layout):
 class Forward:
     """What both models have in common. MODULE: that of the model's kernels."""
 
-    votes = None
-
     def __init__(self, cfg, gpu):
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
@@ -89,9 +85,9 @@ class Forward:
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._write]}
-        if cfg.PERTURB == "activations":
-            self.votes = activations.Votes(cfg, kernels.pieces, gpu.wgmma)
-            self.kernels["step"] = [*kernels.noisy, *self.votes.kernels.values()]
+        self.trials = units.Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
+        if self.trials:
+            self.kernels["step"] = list(self.trials.kernels.values())
 
     def tables(self):
         """Uploads the constant tables."""
@@ -142,16 +138,12 @@ class Transformer(Forward):
         self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
                      self._kernels.clean_head)
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
-        """clean: see the top of this file."""
-        groups = activations.Groups(stream, job, offset, units) if clean else None
-        self._launch(stream, weights, packed, overlay, windows, self._tables.no_job if clean else job, offset, units,
-                     scratch, losses, self._kernels.head, groups)
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
+        self._launch(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, self._kernels.head)
 
-    def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head,
-                groups=None):
+    def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head):
         """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
-        model. groups: those whose windows these are, where self.votes keeps what the matrices multiply."""
+        model."""
         plan, kernels, tables = self._plan, self._kernels, self._tables
         length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
         a = arrays_in(scratch, kernels.layout(pairs)[0])
@@ -173,39 +165,27 @@ class Transformer(Forward):
             kernel = kernels.full_width[kind]
             kernel(*of_product(kernel, row, matrix, layer, matrices), tables.rope, x, a.sb, h, a.values, a.spill)
 
-        def keep(name, layer, source):
-            if groups:
-                self.votes.keep(groups, name, layer, source)
-
-        def mlp(rows, up, down, layer, inputs):
-            keep("normed" + inputs, layer, a.n)
+        def mlp(rows, up, down, layer):
             kernels.up(*of_product(kernels.up, rows.up, up, layer), tables.gelu, a.n, a.sb, a.u)
-            keep("inner" + inputs.replace("_2", ""), layer, a.u)
             full_width("down", rows.down, down, layer, a.u, a.h)
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
                       overlay, windows, width, job, offset, a.h, losses.view(np.int64))
         norm(plan.embed, 1)
-        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0, "_0")
+        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            keep("normed_1", i, a.n)
             full_width("qkv", layer.qkv, "w_q", i, a.n, a.queries, 3)
             kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, layer.attention,
                               table, overlay, job, offset, tables.exps, a.queries, a.keys, a.values, a.n, a.sb)
-            keep("attended", i, a.n)
-            if groups:
-                self.votes.attended(groups, i, a.queries, a.keys, tables.exps)
             full_width("o", layer.o, "w_o", i, a.n, a.h)
             norm(layer.ln_2, 1)
-            mlp(layer.mlp, "w_up", "w_down", i, "_2")
+            mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
         clean = head is kernels.clean_head
         head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean], kernels.at_columns,
              table, packed, overlay, windows, width, pairs, job, offset, self._exps(clean), a.n, a.sb, losses,
              self.cfg.SEQ_LEN)
-        if groups:
-            self.votes.head(groups, a.n, weights, losses, tables.exps, windows, width)
 
 
 class Recurrent(Forward):
@@ -227,34 +207,29 @@ class Recurrent(Forward):
     def clean_scratch_bytes(self, windows, length):
         return self._kernels.layout(windows, length)[1] if windows else 0
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
-        """clean: see the top of this file."""
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         before, states = self.cfg.STATE_TOKENS, None
-        model = stream, weights, packed, overlay, windows, windows.size // units
-        work = scratch[self._state_bytes(units):]
+        model = stream, weights, packed, overlay, windows, windows.size // pairs
+        work = scratch[self._state_bytes(pairs):]
         if before:
-            states = scratch[:units * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
-            self._launch(*model, units, before, work, self._tables.no_job, states=states, keep=1)
-        groups = activations.Groups(stream, job, offset, units) if clean else None
-        self._launch(*model, units, self.cfg.SEQ_LEN, work, self._tables.no_job if clean else job, offset,
-                     self._kernels.head, losses, states, before, int(before > 0), gru.KEEP_INPUTS * clean, groups)
+            states = scratch[:pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
+            self._launch(*model, pairs, before, work, self._tables.no_job, states=states, keep=1)
+        self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, self._kernels.head, losses, states, before,
+                     int(before > 0))
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
                      self._tables.no_job, 0, self._kernels.clean_head, nats)
 
     def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
-                losses=None, states=None, skip=0, begin=0, keep=0, groups=None):
+                losses=None, states=None, skip=0, begin=0, keep=0):
         """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
         `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
-        at the end go there. head: None, or what makes losses: int64 [units, 2], with noise on activations [units, 2,
-        n]; of validation float64 [units, n]. groups: those whose windows these are, where self.votes keeps what the
-        matrices multiply (`keep` is KEEP_INPUTS)."""
+        at the end go there. head: None, or what makes losses: int64 [units, 2]; of validation float64 [units, n]."""
         plan, kernels, table = self._plan, self._kernels, self._tables.plan
         H = self.cfg.HIDDEN_DIM
         packed, stride = packed.view(np.int32), rows_of_places(units * n)
         a = arrays_in(scratch, kernels.layout(units, n)[0])
-        kept = self.votes.arrays.kept if self.votes else table
 
         def norm(kernel, row, out, sb):
             kernel((units, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, tokens,
@@ -266,38 +241,27 @@ class Recurrent(Forward):
                                    kernels.matrices[matrix, layer], table, weights, packed, overlay, job, offset,
                                    units, n, stride, x, a.sb, out, a.gates.size)
 
-        def keep_inputs(name, layer, source):
-            if groups:
-                self.votes.keep(groups, name, layer, source)
-
         for i, row in enumerate(plan.layers):
             norm(kernels.norms[min(i, 1)], row + NORM_1, a.normed, a.sb)
-            keep_inputs("normed_1", i, a.normed)
             product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
             # without states any array of their type will do
             of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
             kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, row,
                           kernels.matrices["u_f", i], table, weights, packed, overlay, tokens, width, skip, n, units,
-                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, kept, begin, keep)
-            keep_inputs("state", i, kept[:kept.size // 2])
-            keep_inputs("gated", i, kept[kept.size // 2:])
+                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, begin, keep)
             norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
-            keep_inputs("normed_2", i, a.normed)
             product("inner", row + INNER, "w_up", i, a.normed, a.u)
-            keep_inputs("inner", i, a.u)
             product("down", row + DOWN, "w_down", i, a.u, a.x)
         if head is None:
             return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
         clean = head is kernels.clean_head
         norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
-        if not clean and not self.votes:                     # the head adds to them
+        if not clean:                                        # the head adds to them
             driver.device_memset(losses, 0, losses.nbytes, stream)
         head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
              kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
              a.candidates, losses, n)
-        if groups:
-            self.votes.head(groups, a.gates, weights, losses, self._tables.exps, tokens, width)
 
 
 def gpu_of(cfg, cc, shared_limit):

@@ -26,11 +26,11 @@ from numba.cuda.cudadrv.error import CudaSupportError
 import egg_kernels
 from engine import hardware, kernel_cache
 from engine.kernel_cache import show, tell
-from kernels import ptx, update
+from kernels import ptx, tiles, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import activations, integer_tables, parameters, rules, soft_targets, steps
+from model import integer_tables, parameters, rewards, rules, soft_targets, steps
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -61,7 +61,7 @@ def kernels(cfg, cc, shared_limit):
     for function in update.build(cfg, cc[0] == 9) + build(cfg):
         name = function.__name__
         made[name] = cuda.jit(function)
-        kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
+        kernel = Kernel(made[name], tiles.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     made_of = numba_cuda.__version__, vars(cfg), cc
     of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of)
@@ -138,7 +138,6 @@ def _windows_kernel(cfg):
     width, drawn, length = before + T + 1, cfg.TARGETS - 1, cfg.WINDOW
     same = cfg.USE_SAME_DATA != 0
     groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    readers = cfg.READERS                                    # pairs that have the same targets, too
     window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
 
     @device
@@ -160,7 +159,7 @@ def _windows_kernel(cfg):
                 windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
             elif drawn:
                 at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
-                seed = uint32(job[0] + uint32((place[1] + row) // readers))
+                seed = uint32(job[0] + uint32(place[1] + row))
                 random = hash32(seed, uint32(rules.TARGET_STREAM + k - width))
                 windows[i] = int32(followers[first[at] + random % size[at]])
 
@@ -382,39 +381,33 @@ Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating(engine, cfg, forward, packed, cutting):
-    """The Members of the forward pass of a Config, by the matrices that `pack` has packed. Reserves device memory for a
-    chunk, in slices whose scratch takes at most half of what is free. The result is losses or, with noise on
-    activations, what `finish` of the votes says. cutting: see CudaEngine._cutting."""
-    votes = forward.votes
-    chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
-    most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
+def evaluating(engine):
+    """The Members of an engine. Reserves device memory for a chunk; with noise on weights in slices whose scratch takes
+    at most half of what is free. The result is losses or, with unit trials, what kernels.units.Trials says."""
+    cfg, forward, trials = engine.cfg, engine._forward, engine._forward.trials
+    chunk, width = cfg.CHUNK_SIZE // cfg.MEMBERS, cfg.WINDOW
+    most, scratch = engine._slices(forward.scratch_bytes, 0 if trials else chunk, "evaluate a single pair")
     all_windows = cuda.device_array(chunk * width, np.int32)
-    all_losses = votes.arrays.losses if votes else cuda.device_array(2 * chunk, np.int64)
+    all_losses = None if trials else cuda.device_array(2 * chunk, np.int64)
 
     @functools.cache
     def evaluation(members):
-        pairs = members // 2
-        windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = cutting(windows)
-
-        def read(units, losses, *clean):
-            apart, each = windows.size // units, losses.size // units
-            for at in range(0, units, most):
-                end = min(units, at + most)
-                forward.evaluate(engine.stream, engine._weights, packed, engine._overlay,
-                                 windows[at * apart:end * apart], engine._job, at, end - at, scratch,
-                                 losses[at * each:end * each], *clean)
+        count = members // cfg.MEMBERS
+        windows = all_windows[:count * width]
+        cut = engine._cutting(windows)
 
         def enqueue():
             cut()
-            if votes:
-                read(votes.groups, votes.arrays.clean, True)
-            read(pairs, losses)
-            if votes:
-                votes.finish(engine.stream, engine._job, windows)
+            if trials:
+                return trials.launch(engine.stream, engine._weights, windows, engine._job)
+            for at in range(0, count, most):
+                end = min(count, at + most)
+                forward.evaluate(engine.stream, engine._weights, engine._packed, engine._overlay,
+                                 windows[at * width:end * width], engine._job, at, end - at, scratch,
+                                 all_losses[2 * at:2 * end])
 
-        return Evaluation(windows, votes.arrays.result if votes else losses, Replay(engine.stream, enqueue))
+        result = trials.arrays.result if trials else all_losses[:members]
+        return Evaluation(windows, result, Replay(engine.stream, enqueue))
 
     size = evaluation(cfg.CHUNK_SIZE).result.size
     return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
@@ -423,7 +416,7 @@ def evaluating(engine, cfg, forward, packed, cutting):
 def checked_memory(cfg, forward, name):
     """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
     need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
-    need += forward.votes.bytes_needed() if forward.votes else 0
+    need += forward.trials.bytes_needed() if forward.trials else 0
     free = memory().free
     if need > free:
         raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
@@ -468,8 +461,8 @@ class CudaEngine:
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         free = checked_memory(cfg, self._forward, self.name)
-        if self._forward.votes:
-            self._forward.votes.reserve()
+        if self._forward.trials:
+            self._forward.trials.reserve()
         self._weights = cuda.device_array(n, np.int8)
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
@@ -494,6 +487,8 @@ class CudaEngine:
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
+        if self._forward.trials:
+            self._forward.trials.pack(self.stream, self._weights)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
@@ -555,15 +550,14 @@ class CudaEngine:
             self._begun[first, count] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
+        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of a
         chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self._undo_update()
         self.begin(first, count)
         values = self._begun.pop((first, count)).wait()
-        return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
+        return self._forward.trials.digits_of(values) if self._forward.trials else values.copy()
 
-    _members = functools.cached_property(lambda self: evaluating(self, self.cfg, self._forward, self._packed,
-                                                                 self._cutting))
+    _members = functools.cached_property(evaluating)
 
     def vote(self, first, windows, advantages, counted, temperature):
         """See engine.cpu_engine.CpuEngine."""
@@ -582,10 +576,9 @@ class CudaEngine:
         step, seed = self._at
         known = self._tables.at_step(step)
         if self._tokens is None:
-            readers = self.cfg.READERS
-            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 // readers,
-                                       count // 2 // readers)
-            evaluation.windows.copy_to_device(cut.repeat(readers, axis=0).ravel(), self.stream)
+            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // self.cfg.MEMBERS,
+                                       count // self.cfg.MEMBERS)
+            evaluation.windows.copy_to_device(cut.ravel(), self.stream)
         elif known is not self._known:                       # without context every token follows itself alone
             self._known = known
             n = self.tokens.size
@@ -597,8 +590,8 @@ class CudaEngine:
 
     def _set_job(self, first=0):
         """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
-        step's first window, first pair) and the job (seed, first pair, mask of the noise)."""
-        cfg, pair = self.cfg, first // 2
+        step's first window, first pair or window) and the job (seed, first pair or window, mask of the noise)."""
+        cfg, pair = self.cfg, first // self.cfg.MEMBERS
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         job = struct.pack("2q3I", start, pair, seed, pair, NOISY)
@@ -723,31 +716,33 @@ class TextReader:
 
     def __init__(self, engine, length, temperature):
         self.kind, self._engine = (length, temperature), engine
-        cfg = activations.text_reading(engine.cfg, length, temperature)
+        cfg = rewards.text_reading(engine.cfg, length, temperature)
         limit = ptx.shared_limit(cuda.get_current_device())
-        self._forward = forward = kernels(cfg, engine._capability, limit)[0]
-        used = forward.kernels["load"] + forward.kernels["step"]
-        engine.compile_seconds += compile_all(used, engine._capability, f"{engine.name}: texts of {length} tokens")
-        forward.tables()
-        forward.votes.reserve()
-        self._packed = cuda.device_array(forward.packed_bytes, np.int8)
-        members = evaluating(engine, cfg, forward, self._packed, lambda windows: lambda: None)
-        self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
+        forward, _, every = kernels(cfg, engine._capability, limit)
+        engine.compile_seconds += compile_all([kernel for kernel in every["step"] if kernel in forward.kernels["step"]],
+                                              engine._capability, f"{engine.name}: texts of {length} tokens")
+        self._trials = trials = forward.trials
+        trials.reserve()
+        self._windows = cuda.device_array(cfg.CHUNK_SIZE * (length + 1), np.int32)
+        self._replay = Replay(engine.stream, self._enqueue)
+        self._fetched = Fetched(trials.arrays.result.size, np.int64)
+
+    def _enqueue(self):
+        engine = self._engine
+        self._trials.pack(engine.stream, engine._weights)
+        self._trials.launch(engine.stream, engine._weights, self._windows, engine._job)
 
     def vote(self, first, windows, advantages, counted):
         """See CudaEngine.vote."""
-        engine, forward, (n, T) = self._engine, self._forward, counted.shape
-        votes = forward.votes
-        texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
-        of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
-        texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted
-        copy_all((self._evaluation.windows, votes.arrays.weights, votes.arrays.counted),
-                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, of_positions.ravel()), engine.stream)
-        engine._set_job(first * engine.cfg.GROUP_SIZE)
-        forward.pack(engine.stream, engine._weights, self._packed)
-        self._evaluation.launch()
-        result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
-        return votes.digits_of(result.wait())[0]
+        engine, arrays, (n, T) = self._engine, self._trials.arrays, counted.shape
+        chunk, length = engine.cfg.CHUNK_SIZE, self.kind[0]
+        texts, weights = np.zeros((chunk, length + 1), np.int32), np.zeros((chunk, length), np.int8)
+        texts[:n, :T + 1], weights[:n, :T] = windows, advantages[:, None] * counted
+        copy_all((self._windows, arrays.weights), (texts.ravel(), weights.ravel()), engine.stream)
+        engine._set_job(first)
+        self._replay()
+        result = self._fetched.copy(arrays.result, engine.stream).record(engine.stream)
+        return self._trials.digits_of(result.wait())[0]
 
 
 class Texts:

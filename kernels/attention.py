@@ -106,7 +106,6 @@ def _sum_functions(cfg, nz, gpu):
     LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
     MODE = cfg.ADAPTIVE_NOISE_MODE
     MANY = padded_length(cfg) > KEYS                         # more than one tile
-    ON_WEIGHTS = cfg.PERTURB == "weights"
     input_term = nz.input_term
 
     @gpu.device
@@ -156,9 +155,7 @@ def _sum_functions(cfg, nz, gpu):
         """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
         stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
         is right or one less."""
-        if ON_WEIGHTS:
-            c = ptx.load_shared4(at_c)
-        x = int32s(4)
+        c, x = ptx.load_shared4(at_c), int32s(4)
         for half in range(2):
             den = dens[half]
             for k in range(4):
@@ -172,9 +169,8 @@ def _sum_functions(cfg, nz, gpu):
                           - int32(0x4B000000))
                 q = int32(q + 1) if int32(size - q * den) >= den else q
                 x[k] = q if total >= float32(0) else -q
-                if ON_WEIGHTS:
-                    f = factors[at_f + k] if MODE == 2 else float32(0)
-                    sums[half] += input_term(x[k], c[k], f)
+                f = factors[at_f + k] if MODE == 2 else float32(0)
+                sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
 
     return split, set_values, add_values, finish
@@ -193,7 +189,6 @@ def attention_kernel(cfg, nz, gpu):
     HEADS = cfg.N_HEADS
     SHIFT = cfg.SHIFT_ATTN
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    ON_WEIGHTS = cfg.PERTURB == "weights"
     LENGTH = padded_length(cfg)
     MOST, COPIES = exp_sizes(cfg)
     EXPS = (MOST + 1) * COPIES
@@ -230,7 +225,7 @@ def attention_kernel(cfg, nz, gpu):
             exp[i] = exps[i // COPIES]
         source = source_of(plan, call * PLAN, overlay, overlay, job, offset + (member >> 1))
         stream = stream_of(source, I_SEED, 0)
-        for i in range(t, H if ON_WEIGHTS else 0, ALL):
+        for i in range(t, H, ALL):
             entry = overlay[plan[source.p + I_OVERLAY] + i]
             coefficient[i] = input_coefficient(entry, stream, i)
             if MODE == 2:
@@ -292,7 +287,7 @@ def attention_kernel(cfg, nz, gpu):
             cuda.syncthreads()
         for half in range(2):
             total = quad_sum(sums[half])
-            if ON_WEIGHTS and works and (lane & 3) == 0:
+            if works and (lane & 3) == 0:
                 sb[row + 8 * half] = total
 
     return Kernel(attention, 2 * STAGE)

@@ -23,17 +23,17 @@ from typing import NamedTuple
 from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_parts, host, ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE_SEED_A, U_APART, U_F, U_H,
-                               U_INPUT, W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
+from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, TABLE_SEED_A, U_APART, U_F, U_H, U_INPUT,
+                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              members_of, place_function, product_functions, shapes, wide_shape)
-from kernels.rules import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, activation_functions, build_noise, device,
-                           pair_functions, source_of, stream_of)
-from model import activations, parameters
+from kernels.rules import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, build_noise, device, pair_functions, source_of,
+                           stream_of)
+from model import parameters
 
 
 # --- device functions -------------------------------------------------------------------------------------------------
@@ -72,70 +72,55 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
 
 def _shapes(cfg, gpu):
     """{kind: Shape} of the products over all positions, with and without noise. Each has also its `kind`; `outputs`,
-    its columns; the `least` value of an output, and the `amplitude` of the noise on it; `slots`, the pairs that the 64
-    rows of a warpgroup can touch; `table`, words of a pair's tables for 128 columns: column noise and, of "inner", the
-    input noise of w_down."""
+    its columns; the `least` value of an output; `slots`, the pairs that the 64 rows of a warpgroup can touch; `table`,
+    words of a pair's tables for 128 columns: column noise and, of "inner", the input noise of w_down."""
     H = cfg.HIDDEN_DIM
     slots = members_of(32, cfg.SEQ_LEN)
     out = {}
     for kind in "gates", "inner", "down":
-        columns, table = H, 128
-        least, amplitude = -127, 0
+        columns, table, least = H, 128, -127
         if kind == "inner":
             columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128) // 4
-            least, amplitude = 0 if cfg.MLP_RELU else -127, activations.amplitude_of(cfg, "up")
+            least = 0 if cfg.MLP_RELU else -127
         budget = gpu.shared - 4 * GROUPS * 2 * slots * table - 1024
         if kind == "down":
-            out[kind], amplitude = full_shape(budget, 4 * H, H, 32), activations.amplitude_of(cfg, "down")
+            out[kind] = full_shape(budget, 4 * H, H, 32)
         else:
             out[kind] = wide_shape(budget, H, columns)
-        vars(out[kind]).update(kind=kind, outputs=columns, slots=slots, table=table, least=least, amplitude=amplitude)
+        vars(out[kind]).update(kind=kind, outputs=columns, slots=slots, table=table, least=least)
     return out
 
 
 def _store_function(cfg, gpu, shape, pieces, pairs, add):
-    """Device function that stores both rows, with their noise: rows of H from word beyond on, 32 columns a time, in the
-    order of the threads; of "inner" core matrices of `pieces` columns, and sums + what they add to sb. pairs: of
+    """Device function that stores both rows: rows of H from word beyond on, 32 columns a time, in the order of the
+    threads; of "inner" core matrices of `pieces` columns, and sums + what they add to sb. pairs: of
     early_noise_quotients; add: of input_functions."""
     H = cfg.HIDDEN_DIM
     N, COLUMNS = shape.N, shape.outputs
     RAGGED, DOWN = shape.columns != COLUMNS, shape.kind == "down"
-    AMPLITUDE, LEAST = shape.amplitude, gru_parts.both(shape.least)
-    noisy_member, noise_word = activation_functions(cfg)
-    plus, within, added = gru_parts.int16_functions(gpu.cc)
-
-    @device
-    def words_of(acc, i, source, p, member, number, four):
-        """Four columns from acc[i] on as two words of two int16, with the noise `four` of hash `number`."""
-        y, z = pairs(acc, i)
-        if AMPLITUDE:
-            y, z = plus(y, z, noise_word(noisy_member(source, p + STREAM, member), number, four, AMPLITUDE))
-            return within(y, z, LEAST, HIGHEST)
-        return y, z
+    _, added = gru_parts.int16_functions(gpu.cc)
 
     @gpu.device
-    def store_rows(acc, out, row, beyond, col, q, at_noise, sums, source, p, pair, position):
+    def store_rows(acc, out, row, beyond, col, q, at_noise, sums):
         for j in range(N // 32):
             if not RAGGED or col + 32 * j < COLUMNS:
                 for half in range(2):
                     at, new = row * (H // 4) + beyond + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
-                    number = position * (COLUMNS // 32) + (col >> 5) + j
                     if DOWN:
                         old = ptx.load2(out, at)
                     for g in range(2):
-                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, 2 * pair + half, number, 4 * g + q)
+                        y, z = pairs(acc, 16 * j + 2 * half + 8 * g)
                         new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
                     ptx.store2(out, at, new[0], new[1])
 
     @unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-    def store_inner(acc, out, row, beyond, col, q, at_noise, sums, source, p, pair, position):
+    def store_inner(acc, out, row, beyond, col, q, at_noise, sums):
         to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
                 for d in range(2):
-                    y, z = words_of(acc, 8 * j + 2 * d, source, p, 2 * pair + d,
-                                    position * (COLUMNS // 32) + (c >> 5), (j & 1) * 4 + q)
+                    y, z = pairs(acc, 8 * j + 2 * d)
                     word = ptx.bytes4(y, z)
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     sums[d] = add(word, at_noise, j, q, sums[d])
@@ -188,7 +173,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     SB_AT = 2 if shape.kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if shape.amplitude else shape.least)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, shape.least)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
@@ -244,9 +229,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 col = (ahead * CG + side) * N
                 if ptx.keep_in_loop(int32(number)) < places:  # the branch stays out of the loop of products
-                    pair = unit + slot
-                    store(acc, out, int64(row), matrix * beyond, col, q, int32(base + 4 * here + 512), sums, source, p,
-                          pair, number - pair * n)
+                    store(acc, out, int64(row), matrix * beyond, col, q, int32(base + 4 * here + 512), sums)
                 odd = 1 - odd
                 if INNER:
                     ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
@@ -260,9 +243,6 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
-
-KEEP_INPUTS = 2              # see recur_kernel
-
 
 class Thread(NamedTuple):
     """What a thread has in a running recurrence: rows g and g + 8 are the members of a pair."""
@@ -279,7 +259,6 @@ class Thread(NamedTuple):
     gates: object
     candidates: object
     x: object
-    kept: object
 
 
 def _recurrence(cfg, gpu):
@@ -407,15 +386,13 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     of both rows, and x."""
     H = cfg.HIDDEN_DIM
     KS, RAGGED, AT_PAST = shape.each, shape.columns != 2 * H, shape.at_past
-    SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
-    GATE, CANDIDATE = (activations.amplitude_of(cfg, name) for name in ("gate", "candidate"))
-    APART, (noisy_member, noise_word) = activations.WORDS_APART, activation_functions(cfg)
+    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
-    plus, _, added = gru_parts.int16_functions(gpu.cc)
+    _, added = gru_parts.int16_functions(gpu.cc)
     column_of, registers = _column_function(shape), unroll_registers(gpu)
 
     @registers
-    def gate(thread, ahead, row0, position, to_kept):
+    def gate(thread, ahead, row0):
         q = thread.ring.t & 3
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
@@ -429,17 +406,9 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                     for d in range(2):
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
-                        if GATE:
-                            y, z = plus(y, z, noise_word(
-                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
-                                (position * H + column + g * 16) >> 5, ((column + g * 16) >> 2) & 7, GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         thread.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
-                        if KEEPS and d == 0 and to_kept >= 0:
-                            at_kept = to_kept + (column + g * 16) // 4
-                            thread.kept[at_kept] = ptx.read_shared(at_h)
-                            thread.kept[thread.kept.size // 2 + at_kept] = past
                         if thread.works:
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         if not SCALED:
@@ -447,7 +416,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                                                         column + g * 16)
 
     @registers
-    def advance(thread, ahead, row0, position, live, keeps):
+    def advance(thread, ahead, row0, live, keeps):
         q = thread.ring.t & 3
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
@@ -463,11 +432,6 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                         bias = w[1] if d == 0 else w[2]
                         at_h = int32(thread.at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
-                        if CANDIDATE:
-                            y, z = plus(y, z, noise_word(
-                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
-                                APART + ((position * H + column + g * 16) >> 5), ((column + g * 16) >> 2) & 7,
-                                CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
                         y, z = next_state(thread.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
@@ -510,13 +474,13 @@ def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, lo
         finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
     @unrolled
-    def columns(thread, matrix, step, s0, s1, row0, position, live, keeps, to_kept):
+    def columns(thread, matrix, step, s0, s1, row0, live, keeps):
         for d in range(PER):
             product(thread, d, matrix, step + d * PIECES, s0, s1)
             if matrix == 0:
-                gate(thread, d, row0, position, to_kept)
+                gate(thread, d, row0)
             else:
-                advance(thread, d, row0, position, live, keeps)
+                advance(thread, d, row0, live, keeps)
 
     return columns
 
@@ -530,8 +494,7 @@ def recur_kernel(cfg, nz, gpu, shape):
 
     call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply
-    in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
+    begin with them; where `keep` is 1, states go there in the end."""
     H = cfg.HIDDEN_DIM
     BULK = gpu.wgmma
     ROWS, RAGGED = shape.rows, shape.columns != 2 * H
@@ -541,7 +504,6 @@ def recur_kernel(cfg, nz, gpu, shape):
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     WORDS = 2 * ALL
     SUMS = 2 * 64 * GROUPS
-    KEEPS = cfg.PERTURB == "activations"
     open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
     column_of = _column_function(shape)
@@ -552,7 +514,7 @@ def recur_kernel(cfg, nz, gpu, shape):
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
-              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, kept: A32, begin, keep):
+              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * STEPS), 0, 1, packed, packed, at)
         t = ring.t
@@ -570,7 +532,7 @@ def recur_kernel(cfg, nz, gpu, shape):
         acc, f, sums = int32s(ACC), int32s(WORDS), int32s(2)
         sums[0] = 0
         sums[1] = 0
-        thread = Thread(ring, tables, source, p, pair, at_word, works, acc, f, sums, gates, candidates, x, kept)
+        thread = Thread(ring, tables, source, p, pair, at_word, works, acc, f, sums, gates, candidates, x)
         for k in range(ALL):
             column = column_of(k, t)
             for matrix in range(2):
@@ -597,15 +559,11 @@ def recur_kernel(cfg, nz, gpu, shape):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
             # the token behind the window does not reset its last state
             keeps = position + 1 == n or tokens[at_token + min(position + 1, n - 1)] != 0
-            to_kept = int64(-1)
-            if KEEPS and keep == KEEP_INPUTS and live != 0:
-                to_kept = (int64(pair) * n + position) * (H // 4)
             for matrix in range(2):
                 s0 = as_row(whole_sum(at_parts, matrix, row))
                 s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
                 sums[0], sums[1] = 0, 0
-                columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, position, writes, keeps,
-                        to_kept)
+                columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, writes, keeps)
                 if SCALED and works:                         # once, not in every pass: it is long
                     for k in range(ALL):
                         column = column_of(k, t)
@@ -637,19 +595,17 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        noises = {at: [phase.stream, phase.turn] for at, phase in activations.phases(cfg).items()}
-        self.add({TABLE_SEED_A: [e.seed_a, e.seed_b, e.overlay_a, e.overlay_b], STREAM: noises["embedding", 0]})
+        self.add({TABLE_SEED_A: [e.seed_a, e.seed_b, e.overlay_a, e.overlay_b]})
         self.layers = []
         for i in range(cfg.N_LAYERS):
             self.layers.append(self._norm("ln_1", i, "w_f", "w_h"))
             self.add({W_F: self.matrix("w_f", i), W_H: self.matrix("w_h", i)})
             self.add({B_F: self.vector("b_f", i), B_H: self.vector("b_h", i),
                       U_F: self.matrix("u_f", i) + self.input("u_f", i),
-                      U_H: self.matrix("u_h", i) + self.input("u_h", i), STREAM: noises["gate", i]})
+                      U_H: self.matrix("u_h", i) + self.input("u_h", i)})
             self._norm("ln_2", i, "w_up")
-            self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i),
-                      STREAM: noises["up", i]})
-            self.add({0: self.matrix("w_down", i), STREAM: noises["down", i]})
+            self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i)})
+            self.add({0: self.matrix("w_down", i)})
         self.ln_f = self._norm("ln_f", 0, "head")
         self.head = self.add({0: self.matrix("head", 0)})
 
@@ -660,18 +616,17 @@ class Plan(host.Plan):
 
 class Kernels:
     """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
-    noise; `matrices`, the words at which packed matrices begin; `pieces`: in which the inner values of an MLP lie,
-    units of one."""
+    noise; `matrices`, the words at which packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         tensors = parameters.tensors(cfg)
         named = {t.name: t for t in tensors}
         self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "units"), _shapes(cfg, gpu)
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
-        self.pieces = self.shapes["down"].KP
-        self.products = {kind: _product_kernel(cfg, nz, gpu, cut, self.pieces) for kind, cut in self.shapes.items()}
+        pieces = self.shapes["down"].KP
+        self.products = {kind: _product_kernel(cfg, nz, gpu, cut, pieces) for kind, cut in self.shapes.items()}
         shape = _recurrence(cfg, gpu)
         self.recur = recur_kernel(cfg, nz, gpu, shape)
         # in this order: the matrices of a kernel lie together, w_h behind w_f, u_h behind u_f, whose columns are of one

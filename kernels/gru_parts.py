@@ -1,5 +1,4 @@
-"""Parts of the recurrent kernels: the noise of inputs, the embedding and the norm, the rules of the states, noise on
-outputs.
+"""Parts of the recurrent kernels: the noise of inputs, the embedding and the norm, the rules of the states.
 
 A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by the float units, which have twice the
 rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
@@ -12,8 +11,7 @@ from kernels.host import Kernel
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
 from kernels.product import TALLEST
-from kernels.rules import I_OVERLAY, I_SEED, activation_functions, device, pair_functions, source_of, stream_of
-from model import activations
+from kernels.rules import I_OVERLAY, I_SEED, device, pair_functions, source_of, stream_of
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
@@ -37,8 +35,6 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.rules.activation_functions)
-STREAM = 20
 
 
 def both(x):
@@ -165,18 +161,13 @@ def norm_table_function(cfg, nz, fill_input, streams):
 
 
 def int16_functions(cc):
-    """(plus, within, added), device functions of two words of two int16, y and z:
+    """(within, added), device functions of two words of two int16, y and z:
 
-    plus(y, z, word)            plus four int8
     within(y, z, low, high)     clipped; low, high: as `both` has them
     added(x, y, z)              a word of x (bytes + 128) plus them
     """
     add2, min2, max2 = ptx.int16_pairs(cc)
     LOW, HIGH = both(1), both(255)
-
-    @device
-    def plus(y, z, word):
-        return add2(y, ptx.low2(word)), add2(z, ptx.high2(word))
 
     @device
     def within(y, z, low, high):
@@ -188,7 +179,7 @@ def int16_functions(cc):
         y, z = within(y, z, LOW, HIGH)
         return ptx.bytes4(y, z)
 
-    return plus, within, added
+    return within, added
 
 
 def state_functions(cc):
@@ -202,7 +193,7 @@ def state_functions(cc):
     candidates(y, z, word, b, c)    the candidates from the same
     """
     FULL = both(254)
-    (add2, _, _), (_, within, _) = ptx.int16_pairs(cc), int16_functions(cc)
+    (add2, _, _), (within, _) = ptx.int16_pairs(cc), int16_functions(cc)
 
     @called
     def gated(y, z, h):
@@ -316,9 +307,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     AT_NOISE = 16 * H + streams * SIZE
     fill_input, add = input_functions(cfg, nz, H)
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
-    normed, (_, _, added) = normed_function(cfg, cc), int16_functions(cc)
+    normed = normed_function(cfg, cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -344,12 +334,6 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
                          token_noise, token_factor, q)
-                if AMPLITUDE:
-                    for i in range(2):
-                        for m in range(2):
-                            noise = noise_word(noisy_member(source, STREAM, 2 * pair + m), position * (H // 32) + b,
-                                               4 * i + q, AMPLITUDE)
-                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
         for member in range(2):

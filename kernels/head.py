@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from numba import cuda, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, SOFTMAX_SUM, SOFTMAX_TOP, Kernel
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
 from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
                            quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
@@ -147,7 +147,6 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
     """(target_logits, store_loss), device functions: the loss of a position."""
     H = cfg.HIDDEN_DIM
     PAIRED = cfg.MODEL == "gru"
-    EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
     SCALE, SHIFT = float(cfg.SOFTMAX_EXP_SCALE), cfg.NOISE_SHIFT
     TARGETS, SKIP = (1, 0) if clean else (cfg.TARGETS, cfg.STATE_TOKENS)
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
@@ -159,7 +158,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
         return unit, position if PAIRED else position + 8 * half
 
     @device
-    def store_loss(losses, unit, odd, position, totals, best, z, count, length, job):
+    def store_loss(losses, unit, odd, position, totals, best, z, count, length):
         for half in range(2):
             window, here = scored(half, unit, position)
             if window < count and here < length:
@@ -169,15 +168,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
                 else:
                     # of several targets: their number times the largest, and the sum of theirs
                     loss = loss_of(totals[half], int32(TARGETS * best[half]), z[half], BIT, UNIT, UNIT_OF_DISTANCE)
-                    if EACH:
-                        # both members are the unperturbed model: in place of the odd one's loss its softmax, for the
-                        # errors of the head (kernels.activations)
-                        m = half if PAIRED else odd
-                        if m == 1 and job[2] == 0:
-                            loss = totals[half] * SOFTMAX_SUM + (best[half] + SOFTMAX_TOP)
-                        losses[(2 * unit + m) * length + here] = loss
-                    else:
-                        cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
+                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.called
     def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q):
@@ -315,6 +306,6 @@ def head_kernel(cfg, nz, gpu, clean=False):
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s)
         add_groups(totals, wide, row, rg, side, q)
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length, job)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length)
 
     return Kernel(head, sizes.bytes, shape)

@@ -10,9 +10,6 @@ from model import parameters
 
 # entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
 CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
-# a softmax in an int64: SOFTMAX_SUM times the sum of the weights, and the largest logit + SOFTMAX_TOP
-SOFTMAX_TOP = 1 << 24
-SOFTMAX_SUM = 2 * SOFTMAX_TOP
 
 
 class Kernel:

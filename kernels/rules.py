@@ -1,6 +1,5 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7); and
-parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables; and noise on
-activations.
+parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables.
 
 A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), three of a matrix (M_...) and two of the
 input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
@@ -35,7 +34,8 @@ def divide(p, d):
 
 TARGET = rules.Arithmetic(
     trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, divide=divide, log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn,
-    fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
+    fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn,
+    bits=ptx.float_bits, float_of=ptx.bits_float, nearest=libdevice.float2int_rn)
 NORMS = rules.norm_rules(device, TARGET)
 
 
@@ -135,33 +135,6 @@ def pair_functions(cfg, nz):
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     return column, vector
-
-
-def activation_functions(cfg):
-    """Device functions of the noise on activations (SPEC 21):
-
-    noisy_member(source, at, member)            what the noise of a phase, whose stream and turn are plan[at],
-                                                plan[at + 1], is made of: of member number 2 * pair + odd of a Source
-    noise_word(noisy, number, four, amplitude)  four values as int8: outputs 4 four .. 4 four + 3 of the 32 of hash
-                                                `number`
-    """
-    LAYERS = cfg.N_LAYERS
-    hash32, noise_of = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).noise_of
-
-    @device
-    def noisy_member(source, at, member):
-        number = uint32(uint32(source.seed - source.job[0]) * uint32(2) + uint32(member))
-        plan, at, mask = source.plan, source.p + at, uint32(source.job[2])
-        if LAYERS > 1 and plan[at + 1] >= 0 and int32(number % uint32(LAYERS)) != plan[at + 1]:
-            mask = uint32(0)
-        return uint32(source.job[0] + number), uint32(plan[at]), mask
-
-    @device
-    def noise_word(noisy, number, four, amplitude):
-        word = hash32(noisy[0], uint32(noisy[1] + uint32(number)))
-        return int32(noise_of(word, four, amplitude) & noisy[2])
-
-    return noisy_member, noise_word
 
 
 def ntt_functions(cfg, nz, causal):

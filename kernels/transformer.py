@@ -19,14 +19,13 @@ from kernels import host, ptx
 from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
-from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import (I_OVERLAY, I_SEED, activation_functions, build_noise, device, divide, loudest, ntt_functions,
-                           pair_functions, source_of, stream_of)
-from model import activations, parameters
+from kernels.rules import (I_OVERLAY, I_SEED, build_noise, device, divide, loudest, ntt_functions, pair_functions,
+                           source_of, stream_of)
+from model import parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of a row of the plan of a norm
@@ -37,13 +36,11 @@ INPUTS = 12                                 # the input sides of the matrices be
 TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
 TABLE_OVERLAY_B = 22
-EMBEDDING_NOISE = 24                        # stream and turn (SPEC 21)
 # columns of a row of the plan of a product
 MATRIX = 0
 MATRIX_BIAS = 3
 INPUT = 8                                   # the input side of the matrix of the next product
 NEXT_MATRIX = 8                             # entries from one matrix of q, k, v to the next
-NOISE = 11                                  # stream and turn of the noise of the outputs (SPEC 21)
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -60,7 +57,6 @@ def _embed_kernel(cfg, nz, gpu):
     SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
-    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -105,11 +101,6 @@ def _embed_kernel(cfg, nz, gpu):
                         ntt_even, ntt_odd = look_up(weights, overlay, seed, mask, coef, i)
                     x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
-                for m in range(2 if AMPLITUDE else 0):
-                    xi = noise_word(noisy_member(source, EMBEDDING_NOISE, m), position * (H // 32) + (piece >> 1),
-                                    (piece & 1) * 4 + q, AMPLITUDE)
-                    for k in range(4):
-                        x[4 * m + k] = clip(x[4 * m + k] + byte(xi, k))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
 
@@ -252,19 +243,14 @@ def _up_shape(gpu, H, tables):
 
 def _unit_functions(cfg, nz, gpu, COPIES, BASE):
     """Device functions of hidden units: unit_address, where GELU of one lies, among COPIES copies of the table from
-    `at` on; noisy_member, what makes the noise on activations of a member, and disturb, which adds it to four
-    accumulators of a row; folded, which sums for the down projection where its noise is not whole."""
-    H = cfg.HIDDEN_DIM
+    `at` on; folded, which sums for the down projection where its noise is not whole."""
     SHIFT = cfg.SHIFT_MLP_UP
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    LENGTH = padded_length(cfg)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
-    AMPLITUDE = activations.amplitude_of(cfg, "up")
-    noisy_member, noise_word = activation_functions(cfg)
     input_fold = nz.input_fold
 
     @gpu.called
@@ -274,15 +260,6 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
             return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, 4, INDEX)) - int32(LESS))
                                * int32(4 * COPIES)) + at)
         return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES) + at)
-
-    @gpu.called
-    def disturb(acc, j, half, noisy, row, block, q):
-        if AMPLITUDE:
-            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
-            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
-            for k in range(4):
-                i = accumulator_of(j, half, k)
-                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
 
     @device
     @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
@@ -303,7 +280,7 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
             for k in range(8):
                 sums[k >> 2] += pb[k]
 
-    return unit_address, noisy_member, disturb, folded
+    return unit_address, folded
 
 
 def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
@@ -354,7 +331,6 @@ def _up_kernel(cfg, nz, gpu, KP):
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + activations.amplitude_of(cfg, "up")
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     TABLE = UP_TABLE[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
@@ -373,10 +349,10 @@ def _up_kernel(cfg, nz, gpu, KP):
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     whole_factor = nz.whole
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
-    unit_address, noisy_member, disturb, folded = _unit_functions(cfg, nz, gpu, COPIES, BASE)
+    unit_address, folded = _unit_functions(cfg, nz, gpu, COPIES, BASE)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -419,7 +395,6 @@ def _up_kernel(cfg, nz, gpu, KP):
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 mine, last = row, ahead == PASSES - 1
-                noisy = noisy_member(source, NOISE, member + slot)
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
@@ -439,18 +414,16 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
-                            disturb(acc, j, half, noisy, mine, block, q)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
                                 acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
-                            if ON_WEIGHTS:
-                                sums[half] = ptx.dp4a(word, c4, sums[half])
+                            sums[half] = ptx.dp4a(word, c4, sums[half])
                     if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
-                if last and ON_WEIGHTS:
+                if last:
                     for half in range(2):
                         total = quad_sum(sums[half])
                         if q == 0:
@@ -485,7 +458,6 @@ def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
     D = cfg.HEAD_DIM
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
-    ON_WEIGHTS = cfg.PERTURB == "weights"
     SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
     LENGTH = padded_length(cfg)
     SLOTS = members_of(64, LENGTH)
@@ -511,17 +483,14 @@ def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
     def add_all(acc, s, at_noise, h, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
-                if ON_WEIGHTS:
-                    n = ptx.load_shared4(at_noise + j * 64)
+                n = ptx.load_shared4(at_noise + j * 64)
                 if DOWN:
                     b = ptx.load_shared4(at_noise + 512 + j * 64)
                 for half in range(2):
                     word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                     for k in range(4):
                         i = accumulator_of(j, half, k)
-                        v = acc[i]
-                        if ON_WEIGHTS:
-                            v = int32(v + (int32(s[half] * n[k]) >> NOISE_SHIFT))
+                        v = int32(acc[i] + (int32(s[half] * n[k]) >> NOISE_SHIFT))
                         if not QKV:
                             v = int32((v >> SHIFT) + byte(word, k))
                         if DOWN:
@@ -553,36 +522,14 @@ def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
     return prepare, add_all, rotate, extremes, quantised
 
 
-def _store_functions(cfg, gpu, shape, kind):
-    """Device functions of quantised accumulators of two rows: disturb adds the noise on activations; store(acc, out,
-    to, col) writes core matrices of rows, store_transposed(acc, out, row, col, lane) those of v."""
+def _store_functions(cfg, gpu, shape):
+    """Device functions of quantised accumulators of two rows: store(acc, out, to, col) writes core matrices of rows,
+    store_transposed(acc, out, row, col, lane) those of v."""
     H = cfg.HIDDEN_DIM
     LENGTH = padded_length(cfg)
     POSITIONS = value_length(cfg)
     N = shape.N
     RAGGED = shape.columns != H
-    WIDE = N % 32 == 0                                       # then two words of noise share a hash
-    AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
-    noisy_member, noise_word = activation_functions(cfg)
-    plus, within, _ = int16_functions(gpu.cc)
-
-    @device
-    def disturb(acc, source, member, row, col, q):
-        noisy = noisy_member(source, NOISE, member)
-        for j in range(N // 16 if AMPLITUDE else 0):
-            block, four = (col >> 5) + (j >> 1), (j & 1) * 4
-            if not WIDE:
-                block, four = (col + 16 * j) >> 5, ((col >> 4) + j & 1) * 4
-            for half in range(2):
-                i = 8 * j + 2 * half
-                xi = noise_word(noisy, (row % LENGTH + 8 * half) * (H // 32) + block, four + q, AMPLITUDE)
-                word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                y, z = plus(ptx.low2(word), ptx.high2(word), xi)
-                y, z = within(y, z, LOWEST, HIGHEST)
-                word = ptx.bytes4(y, z)
-                # each in its second byte again
-                acc[i], acc[i + 1] = word << 8, word
-                acc[i + 4], acc[i + 5] = word >> 8, word >> 16
 
     @gpu.device
     def store(acc, out, to, col):
@@ -612,7 +559,7 @@ def _store_functions(cfg, gpu, shape, kind):
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
-    return disturb, store, store_transposed
+    return store, store_transposed
 
 
 def _full_width_kernel(cfg, nz, gpu, kind):
@@ -643,7 +590,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     MATRIX_WORDS, SB_AT = shape.columns * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
     prepare, add_all, rotate, extremes, quantised = _sum_functions(cfg, nz, gpu, shape, kind, TABLE)
-    disturb, store, store_transposed = _store_functions(cfg, gpu, shape, kind)
+    store, store_transposed = _store_functions(cfg, gpu, shape)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
@@ -710,7 +657,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                             spill, at_spill + (ahead * ACC + i) * THREADS)
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
-                disturb(acc, source, member + slot, row, col, q)
                 if QKV and matrix == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
@@ -726,23 +672,20 @@ class Plan(host.Plan):
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
-        table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
+        table = self._tensors["embedding", 0]
         self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
-                                {BIAS: self.vector("emb_bias", 0), EMBEDDING_NOISE: self._noise("embedding", 0),
+                                {BIAS: self.vector("emb_bias", 0),
                                  TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
-        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
-                                       "first_")
+        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
         self.layers = []
         for i in range(cfg.N_LAYERS):
             queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
-            noises = {number * NEXT_MATRIX + NOISE: self._noise(name, i)
-                      for number, name in enumerate(("query", "key", "value"))}
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
+                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
                 attention=self.add({0: self.input("w_o", i)}),
-                o=self.add({MATRIX: self.matrix("w_o", i), NOISE: self._noise("output", i)}),
+                o=self.add({MATRIX: self.matrix("w_o", i)}),
                 ln_2=self._norm("ln_2", i, ["w_up"]),
-                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i, "")))
+                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i)))
         self.ln_f = self._norm("ln_f", 0, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
@@ -751,30 +694,24 @@ class Plan(host.Plan):
         return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer),
                          INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
-    def _mlp(self, up, bias_up, down, bias_down, layer, phases):
+    def _mlp(self, up, bias_up, down, bias_down, layer):
         return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),
-                                            INPUT: self.input(down, layer), NOISE: self._noise(phases + "up", layer)}),
+                                            INPUT: self.input(down, layer)}),
                                down=self.add({MATRIX: self.matrix(down, layer),
-                                              MATRIX_BIAS: self.vector(bias_down, layer),
-                                              NOISE: self._noise(phases + "down", layer)}))
-
-    def _noise(self, name, layer):
-        phase = self._phases[name, layer]
-        return [phase.stream, phase.turn]
+                                              MATRIX_BIAS: self.vector(bias_down, layer)}))
 
 
 class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
-    which their packed matrices begin; `pieces`: in which the inner values of an MLP lie, units of one."""
+    which their packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
+        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "units")
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
-        self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}
+        self.norms = {streams: norm_of(streams) for streams in (1, 3)}
         self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
-        self.pieces = self.full_width["down"].shape.KP
-        self.up = _up_kernel(cfg, nz, gpu, self.pieces)
+        self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)
         self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
         both = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]

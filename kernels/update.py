@@ -16,22 +16,16 @@ from numba.cuda import libdevice
 
 from model import parameters, rules, steps
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum, wgmma_descriptor
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum
 from kernels.rules import TARGET, build_noise, device
-from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, mma_tile, proxy_fence,
-                         shared_address, wgmma_done, wgmma_fence, wgmma_s8)
+from kernels.ptx import byte_permute, dp4a
+from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 
-TILE = 128                  # plain and signed rows of a block of products
-DEPTH = 64                  # values of n in a stage of its shared memory
-STAGES = 3
-STAGE = 2 * TILE * DEPTH    # bytes
-SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
 # values of n that a block adds up; the operands of a split lie together and nearly fit the L2 cache
 SPLIT = 4096
 PIECE = 1024                # values of n that a block of the kernel `operands` makes for eight rows
 VECTOR_SPLIT = 2048         # values of n that a warp of the kernel `vector_products` adds up
 EIGHTS = 4                  # groups of eight elements of a vector that share a warp
-THREADS = 128
 ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
 
@@ -127,18 +121,6 @@ def place(rows, row, n):
 
 
 @device
-def fetch(to, operand, plain_at, signed_at, step):
-    """This thread's share of a stage: TILE plain and TILE signed rows of DEPTH values, which begin at these words in
-    step 0; 512 bytes of each eight rows."""
-    t = cuda.threadIdx.x
-    for side in range(2):
-        at = (signed_at if side else plain_at) + step * (DEPTH * 2)
-        for i in range(4):
-            copy_async16(int32(to + side * (STAGE // 2) + (t + i * THREADS) * 16), operand,
-                         at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
-
-
-@device
 def vote_index(p, s, signed_is_row, cols):
     r, c = (s, p) if signed_is_row else (p, s)
     return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
@@ -202,20 +184,14 @@ def operands_kernel(cfg):
 
 
 def products_kernel(wgmma):
-    """The kernel of the matrices' votes; wgmma: by the instruction of cc 9.0, which takes 4 to 20 % off an update."""
-    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
-    descriptor = wgmma_descriptor(DEPTH)
-    multiply = mma_tile(64, DEPTH // 32, 8 * DEPTH)
-    # a thread's sums lie in TALL by WIDE tiles of plain rows by 8 signed ones, APART plain rows from each other: of a
-    # warp's quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
-    TALL, WIDE = (2, 16) if wgmma else (4, 8)
-    APART = 64 if wgmma else 16
-    SUMS = 4 * WIDE
+    """The kernel of the matrices' votes; wgmma: see kernels.tiles."""
+    tile_of = tile_functions(wgmma)
+    TALL, WIDE, SUMS, APART = tile_of.TALL, tile_of.WIDE, tile_of.SUMS, tile_of.APART
+    accumulate, corner = tile_of.accumulate, tile_of.corner
 
     def products(tiles: A2, operand: A32, rows: int32, start: int32, votes: A32):
         """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
         tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache."""
-        sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
         split = cuda.blockIdx.x // tiles.shape[0]
         tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
@@ -225,45 +201,13 @@ def products_kernel(wgmma):
         if steps <= 0:
             return
         plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
-        plain_at, signed_at = place(rows, plain, first - start), place(rows, signed, first - start)
-        base = shared_address(sm, 0)
-        for ahead in range(2):
-            if ahead < steps:
-                fetch(base + ahead * STAGE, operand, plain_at, signed_at, ahead)
-            copy_commit()
-        lane, warp = t & 31, t >> 5
-        g, q = lane >> 2, lane & 3
-        # ldmatrix: where this lane's rows of the first core matrices lie
-        plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
-        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
-        signed_lane += STAGE // 2
+        lane = (t >> 5) * (SPLIT * 2) + (t & 31) * 4         # 512 bytes of each eight rows
         acc = cuda.local.array((TALL, SUMS), int32)
         for i in range(TALL):
             for j in range(SUMS):
                 acc[i, j] = 0
-        slot = int32(0)
-        for step in range(steps):
-            copy_wait_but_one()
-            if wgmma:
-                proxy_fence()
-            cuda.syncthreads()
-            if step + 2 < steps:
-                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
-            copy_commit()
-            here = base + slot * STAGE
-            if wgmma:
-                plain_rows = descriptor(here)
-                signed_rows = plain_rows + (TILE * DEPTH >> 4)
-                wgmma_fence()
-                for k in range(DEPTH // 32):
-                    for i in range(TALL):
-                        product(acc[i], plain_rows + i * (64 * DEPTH >> 4) + 16 * k, signed_rows + 16 * k, 1)
-                for i in range(TALL):
-                    products_done(acc[i])
-            else:
-                for i in range(TALL):
-                    multiply(acc[i], here + plain_lane + i * (16 * DEPTH), here + signed_lane)
-            slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
+        accumulate(acc, operand, place(rows, plain, first - start) + lane, SPLIT * 2,
+                   operand, place(rows, signed, first - start) + lane, SPLIT * 2, DEPTH * 2, steps)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
             down, right = int32(32), int32(8 * tiles[tile, COLS])
@@ -271,7 +215,7 @@ def products_kernel(wgmma):
         else:
             down, right = int32(8 * tiles[tile, COLS]), int32(32)
             one = int32(4)
-        p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
+        p, s = corner()
         at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
                                              tiles[tile, COLS])
         p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
@@ -393,8 +337,8 @@ def optimize_kernel(cfg):
 
 
 def unpack_kernel(cfg):
-    """The kernel that unpacks the digits of a step (model.steps): int8 [pairs] or, with noise on activations, int32
-    [weights], their sums over the chunks, which are the votes."""
+    """The kernel that unpacks the digits of a step (model.steps): int8 [pairs] or, with unit trials, int32 [weights],
+    their sums over the chunks, which are the votes."""
     chunks, kind = (1, A8) if cfg.PERTURB == "weights" else (cfg.N_CHUNKS, A32)
 
     def unpack(packed: B1, digits: kind):
@@ -448,7 +392,7 @@ class Update:
 
     def __init__(self, cfg, kernels, budget):
         w = work(cfg)
-        rows = len(w.rows) if "operands" in kernels else 0   # with noise on activations nothing is hashed
+        rows = len(w.rows) if "operands" in kernels else 0   # with unit trials nothing is hashed
         self.width = max(1, min(blocks(w.span, SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
         self.kernels = kernels
         self.starts = range(0, w.span, self.width) if rows else ()

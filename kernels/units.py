@@ -1,0 +1,1198 @@
+"""Unit trials (SPEC 21) on a GPU, for both models: a forward pass over the windows of a chunk, the head's errors, the
+transposed pass, and votes.
+
+Arrays of activations and credits are row-major: row w * SEQ_LEN + t is position t of window w. Rows are padded with
+zeros to `wide` bytes, and their number to a multiple of TILE, so that products have whole tiles. A matrix is packed
+twice: a row for every output, for the forward pass, and a row for every input, for the transposed one.
+
+Votes are products over positions, by the kernel of the update with its operand layout (kernels.update.place): an
+operand row for every input of a matrix and for every credit.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint32
+
+from kernels import ptx
+from kernels.host import Kernel
+from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
+                           pack_bytes, pack_rounded, rounded)
+from kernels.rules import NORMS, TARGET, device
+from kernels.tiles import SHARED, THREADS, TILE, tile_functions
+from kernels.transformer import turned_function
+from kernels.update import SPLIT, place, products_kernel, vote_index
+from model import integer_tables, parameters, rules, steps, units
+
+BLOCK = 128                  # threads of a block whose warps have a row each
+WARPS = BLOCK // 32
+HEAD_BLOCK = 256             # threads for the logits of a position
+HEAD_WARPS = 8
+HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
+BINS = 256                   # of a histogram of exponents
+A16 = types.Array(int16, 1, "C")
+add, sub = TARGET.add, TARGET.sub
+mul, div = TARGET.mul, TARGET.div
+nearest = TARGET.nearest
+RULES = rules.unit_rules(device, TARGET)
+attention_share, share_unit, share = RULES.attention_share, RULES.share_unit, RULES.share
+dither_of, error_of = RULES.dither_of, RULES.error
+exponent, power, whole = RULES.exponent, RULES.power, RULES.whole
+least_vote = rules.vote_rules(device).least_vote
+quotient, normed = NORMS.quotient, NORMS.normed
+ROW_BITS, WINDOW_BITS = units.ROW_BITS, units.WINDOW_BITS
+ROW_MOST, WINDOW_MOST = (1 << ROW_BITS) - 1, (1 << WINDOW_BITS) - 1
+
+
+def wide(n):
+    """Bytes of a row of n."""
+    return blocks(n, TILE) * TILE
+
+
+@device
+def warp_sum(x):
+    """int64 sum over the warp."""
+    for d in range(5):
+        x += across(x, 16 >> d)
+    return x
+
+
+@device
+def top_of(x):
+    """float32, of numbers that are not negative: the largest of the warp."""
+    return ptx.bits_float(ptx.warp_max(ptx.float_bits(x)))
+
+
+@device
+def row_of_warp():
+    return cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
+
+
+@device
+def turn4(x):
+    """Transposes the bytes of four words."""
+    turned = int32s(4)
+    for half in range(2):
+        low = ptx.byte_permute(x[0], x[1], 0x5140 + 0x2222 * half)
+        high = ptx.byte_permute(x[2], x[3], 0x5140 + 0x2222 * half)
+        turned[2 * half] = ptx.byte_permute(low, high, 0x5410)
+        turned[2 * half + 1] = ptx.byte_permute(low, high, 0x7632)
+    return turned
+
+
+@device
+def note(e, top, exponents, at, counts, first):
+    """Notes the exponent of a row of credits, one lane of its warp."""
+    if cuda.threadIdx.x & 31 == 0:
+        exponents[at] = e
+        if top > float32(0):
+            cuda.atomic.add(counts, first + e + units.EXPONENTS, 1)
+
+
+def build(cfg, wgmma):
+    """{name: Kernel} of a configuration."""
+    made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
+    made += (_recurrent_kernels if cfg.MODEL == "gru" else _attention_kernels)(cfg)
+    kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
+    for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
+        kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
+    return kernels
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+def _pack_kernel():
+    def pack(weights: A32, source, rows, cols, packed: A32, forward, forward_words, back, back_words):
+        """A canonical matrix [rows / 4, cols, 4], from word `source` on, as a row for every output from word `forward`
+        on, and for every input from word `back` on. One thread for four inputs of four outputs."""
+        i = cuda.grid(1)
+        r4, c4 = i // blocks_of(cols), i % blocks_of(cols)
+        if r4 * 4 < rows:
+            words = int32s(4)
+            for e in range(4):
+                words[e] = 0
+                if c4 * 4 + e < cols:
+                    words[e] = weights[source + r4 * cols + c4 * 4 + e]
+                    packed[forward + (c4 * 4 + e) * forward_words + r4] = words[e]
+            turned = turn4(words)
+            for e in range(4):
+                packed[back + (r4 * 4 + e) * back_words + c4] = turned[e]
+
+    @device
+    def blocks_of(cols):
+        return (cols + 3) // 4
+
+    return pack
+
+
+def _product_kernels(cfg, wgmma):
+    """out = x . w over rows of x and of w; x_words, w_words: of a row; `deep` stages of a row are multiplied. Grid:
+    [rows of w / TILE, rows of x / TILE]."""
+    tile = tile_functions(wgmma)
+    TALL, WIDE, SUMS, APART = tile.TALL, tile.WIDE, tile.SUMS, tile.APART
+    accumulate, corner = tile.accumulate, tile.corner
+    H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
+    DIVISOR, LOGIT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
+    SHORT, PAIRS = logit_type(cfg) is A16, A16 if GRU else A32
+
+    @device
+    def sums(acc, x, x_words, w, w_at, w_words, deep):
+        t = cuda.threadIdx.x
+        group, lane_row, lane_word = t >> 5, t & 7, ((t & 31) >> 3) * 4
+        for i in range(TALL):
+            for j in range(SUMS):
+                acc[i, j] = 0
+        x_at = (cuda.blockIdx.y * TILE + group * 8 + lane_row) * x_words + lane_word
+        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8 + lane_row) * w_words + lane_word
+        accumulate(acc, x, x_at, 8 * x_words, w, w_here, 8 * w_words, 16, deep)
+        p, s = corner()
+        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + s
+
+    @device
+    def divided(y):
+        return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+
+    def product(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+        """out int32 [rows, out_words]."""
+        acc = cuda.local.array((TALL, SUMS), int32)
+        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
+        for i in range(TALL):
+            for half in range(2):
+                at = (row + APART * i + 8 * half) * out_words + col
+                for j in range(WIDE):
+                    ptx.store2(out, at + 8 * j, acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
+
+    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: PAIRS, out_words):
+        """out [rows, out_words]: logits, of the type of logit_type, as pairs."""
+        acc = cuda.local.array((TALL, SUMS), int32)
+        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
+        for i in range(TALL):
+            for half in range(2):
+                at = (row + APART * i + 8 * half) * out_words + col
+                for j in range(WIDE):
+                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
+                    if GRU:
+                        out[(at >> 1) + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+                    elif SHORT:
+                        out[(at >> 1) + 4 * j] = int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16)
+                    else:
+                        ptx.store2(out, at + 8 * j, a >> LOGIT, b >> LOGIT)
+
+    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A16, out_words):
+        """out int8 [rows, out_words], as pairs: quotients of the recurrent model."""
+        acc = cuda.local.array((TALL, SUMS), int32)
+        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
+        for i in range(TALL):
+            for half in range(2):
+                at = (row + APART * i + 8 * half) * out_words + col >> 1
+                for j in range(WIDE):
+                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
+                    out[at + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+
+    return [product, logits] + ([gates] if GRU else [])
+
+
+def logit_type(cfg):
+    """The type of an array of logits: int16 where they fit."""
+    if cfg.MODEL == "gru":
+        return A8
+    return A16 if 127 * 127 * cfg.HIDDEN_DIM >> cfg.SHIFT_LOGIT < 1 << 15 else A32
+
+
+# --- the forward pass -------------------------------------------------------------------------------------------------
+
+def _norm_kernels(cfg):
+    """Embedding, norms and the residual stream; a warp a row."""
+    H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
+    WORDS, S = H // 4, wide(H) // 4
+    WIDTH, WIDE_DIVISOR, DIVISOR = cfg.WINDOW, parameters.divisor(cfg, 4 * H), parameters.divisor(cfg, H)
+    S4, UP, RELU = wide(4 * H) // 4, cfg.SHIFT_MLP_UP, cfg.MLP_RELU
+
+    def embed(table: A32, at, weights: A8, bias, windows: A32, skip, n, rows, h: A32):
+        """h int8 [rows]: the embedding of position `skip` + r % n of window r // n. table: packed, a row a token."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            token = windows[r // n * WIDTH + skip + r % n]
+            for j in range(lane, WORDS, 32):
+                word = table[at + token * S + j]
+                if not GRU:
+                    b = bias + 4 * j
+                    word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
+                                 clip(byte(word, 2) + weights[b + 2]), clip(byte(word, 3) + weights[b + 3]))
+                h[r * S + j] = word
+
+    def norm(h: A32, weights: A8, at, bias, rows, n: A32, means: A32):
+        """n int8 [rows]: the norm of h, with weights from `at` and biases from `bias` on; means int32 [rows]: the mean
+        sizes of h."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            total = int32(0)
+            for j in range(lane, WORDS, 32):
+                word = h[r * S + j]
+                total += abs(byte(word, 0)) + abs(byte(word, 1)) + abs(byte(word, 2)) + abs(byte(word, 3))
+            mean = int32(max(ptx.warp_sum(int32(total)) // H, 1))
+            reciprocal, values = float32(float32(1) / float32(mean)), int32s(4)
+            for j in range(lane, WORDS, 32):
+                word = h[r * S + j]
+                for e in range(4):
+                    x, w = byte(word, e), int32(weights[at + 4 * j + e])
+                    if GRU:
+                        values[e] = quotient(int32(x * w), mean, reciprocal)
+                    else:
+                        values[e] = normed(x, w, int32(weights[bias + 4 * j + e]), mean)
+                n[r * S + j] = pack_bytes(values, 0)
+            if lane == 0:
+                means[r] = mean
+
+    def residual(y: A32, shift, weights: A8, bias, rows, h: A32, scales: F1):
+        """h = amax(h + (y >> shift) + bias), scales float32 [rows]: that of amax; in the recurrent model h = clip(h +
+        y divided). bias: where it begins in weights, -1: none. y int32 [rows]."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            values, top = int32s(4), int32(0)
+            for j in range(lane, WORDS if not GRU else 0, 32):
+                word, four = h[r * S + j], ptx.load4(y, (r * S + j) * 4)
+                for e in range(4):
+                    b = int32(weights[bias + 4 * j + e]) if bias >= 0 else int32(0)
+                    top = max(top, abs(int32(byte(word, e) + (four[e] >> shift) + b)))
+            scale = float32(1) if GRU else amax_scale(ptx.warp_max(top))
+            for j in range(lane, WORDS, 32):
+                word, four = h[r * S + j], ptx.load4(y, (r * S + j) * 4)
+                for e in range(4):
+                    if GRU:
+                        d = int32(WIDE_DIVISOR)
+                        v = clip(byte(word, e) + quotient(four[e], d, float32(float32(1) / float32(d))))
+                    else:
+                        b = int32(weights[bias + 4 * j + e]) if bias >= 0 else int32(0)
+                        v = rounded(int32(byte(word, e) + (four[e] >> shift) + b), scale)
+                    values[e] = v
+                h[r * S + j] = (pack_bytes(values, 0) if GRU else
+                                pack_rounded(values[0], values[1], values[2], values[3]))
+            if lane == 0:
+                scales[r] = scale
+
+    def inner(y: A32, weights: A8, bias, gelu: A8, rows, before: A32, inside: A32):
+        """before, inside int8 [rows, 4 S4]: the values before the inner units of an MLP, from y int32 [rows, 4 S4], and
+        after. bias: where it begins in weights. A thread four of them."""
+        i = cuda.grid(1)
+        r, j = i // H, i % H
+        if r < rows:
+            at, values, units_ = r * S4 + j, int32s(4), int32s(4)
+            four = ptx.load4(y, 4 * at)
+            for e in range(4):
+                if GRU:
+                    v = quotient(four[e], int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+                    units_[e] = max(v, int32(0)) if RELU else v
+                else:
+                    v = clip(int32((four[e] >> UP) + weights[bias + 4 * j + e]))
+                    units_[e] = gelu[v & 255]
+                values[e] = v
+            before[at], inside[at] = pack_bytes(values, 0), pack_bytes(units_, 0)
+
+    return embed, norm, residual, inner
+
+
+def _attention_kernels(cfg):
+    """Attention of the transformer, forward and back."""
+    H, D, HEADS, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
+    S, WORDS = wide(H) // 4, H // 4
+    SHIFT, OUT, DIMENSIONS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32
+    SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
+    turned = turned_function(cfg)
+    NONE = -2 ** 31
+
+    @device
+    def turned_word(y, at, rope, angle, values):
+        """Four neighbours of a head, turned."""
+        four, c = ptx.load4(y, at), ptx.load4(rope, angle)
+        values[0], values[1] = turned(four[0], four[1], c[0], c[1])
+        values[2], values[3] = turned(four[2], four[3], c[2], c[3])
+
+    def quantise(y: A32, rope: A32, rows, padded, qkv: A32, scales: F1):
+        """qkv int8 [rows, 3 S] of y int32 [rows, 3 S]: queries and keys turned by their position, all scaled by amax;
+        scales float32 [3, padded]. Grid: [rows / WARPS, 3]."""
+        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
+        if r < rows:
+            t, first, top, values = r % T, (r * 3 + part) * S, int32(0), int32s(4)
+            for j in range(lane, WORDS, 32):
+                if part < 2:
+                    turned_word(y, (first + j) * 4, rope, t * D + 4 * j % D, values)
+                else:
+                    four = ptx.load4(y, (first + j) * 4)
+                    for e in range(4):
+                        values[e] = four[e]
+                for e in range(4):
+                    top = max(top, abs(values[e]))
+            scale = amax_scale(ptx.warp_max(top))
+            for j in range(lane, WORDS, 32):
+                if part < 2:
+                    turned_word(y, (first + j) * 4, rope, t * D + 4 * j % D, values)
+                else:
+                    four = ptx.load4(y, (first + j) * 4)
+                    for e in range(4):
+                        values[e] = four[e]
+                for e in range(4):
+                    values[e] = rounded(values[e], scale)
+                qkv[first + j] = pack_rounded(values[0], values[1], values[2], values[3])
+            if lane == 0:
+                scales[part * padded + r] = scale
+
+    def attend(qkv: A32, values: A8, exps: A32, shares: A16, attended: A8):
+        """shares int16 [windows, heads, T, T], in 2^-12; attended int8 [rows]: what is read. values: the bytes of qkv.
+        Grid: [windows, heads], a warp for every fourth position."""
+        scores = cuda.shared.array((WARPS, T), int32)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        window, head = cuda.blockIdx.x, cuda.blockIdx.y
+        base = window * T
+        for t in range(warp, T, WARPS):
+            top, query = int32(NONE), (base + t) * 3 * S + head * (D // 4)
+            for s in range(lane, t + 1, 32):
+                score, key = int32(0), (base + s) * 3 * S + S + head * (D // 4)
+                for j in range(D // 16):
+                    a, b = ptx.load4(qkv, query + 4 * j), ptx.load4(qkv, key + 4 * j)
+                    for e in range(4):
+                        score = ptx.dp4a(a[e], b[e], score)
+                scores[warp, s] = score >> SHIFT
+                top = max(top, score >> SHIFT)
+            top, total = ptx.warp_max(top), int64(0)
+            for s in range(lane, t + 1, 32):
+                weight = exps[min(top - scores[warp, s], 255)]
+                scores[warp, s] = weight
+                total += weight
+            total = warp_sum(total)
+            cuda.syncwarp()
+            first = ((window * HEADS + head) * T + t) * T
+            for s in range(lane, t + 1, 32):
+                shares[first + s] = attention_share(scores[warp, s], total)
+            for d in range(DIMENSIONS):
+                at, read = (base * 3 + 2) * (4 * S) + head * D + 32 * d + lane, int64(0)
+                for s in range(t + 1):
+                    read = ptx.mad_wide(scores[warp, s], int32(values[at + s * (12 * S)]), read)
+                size = abs(read) // total
+                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(
+                    min(size, int64(127)) * (int64(1) if read >= 0 else int64(-1))))
+            cuda.syncwarp()
+
+    @device
+    def read_credit(y, r, i, unit):
+        """float32: the credit of what is read, before it is whole."""
+        return mul(float32(y[r * (4 * S) + i]), unit)
+
+    def loudest_read(y: A32, exponents: A32, tops: A32):
+        """tops int32 [windows, heads], the bits of a float32: the largest size of the credits y int32 [rows], of rows
+        with these exponents. Grid: [windows, heads]."""
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        top = float32(0)
+        for t in range(warp, T, WARPS):
+            r = cuda.blockIdx.x * T + t
+            unit = power(exponents[r] - OUT)
+            for d in range(DIMENSIONS):
+                top = max(top, abs(read_credit(y, r, cuda.blockIdx.y * D + 32 * d + lane, unit)))
+        top = top_of(top)
+        if lane == 0:
+            cuda.atomic.max(tops, cuda.blockIdx.x * HEADS + cuda.blockIdx.y, ptx.float_bits(top))
+
+    def try_scores(y: A32, exponents: A32, tops: A32, qkv: A32, attended: A8, shares: A16, trials: F1, trial_tops: A32):
+        """trials float32 [windows, heads, T, T]: the worth of raising a score alone; trial_tops: as tops. Grid: as
+        loudest_read."""
+        credits = cuda.shared.array((WARPS, D), int32)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        window, head = cuda.blockIdx.x, cuda.blockIdx.y
+        base, top = window * T, float32(0)
+        e = exponent(ptx.bits_float(tops[window * HEADS + head]), WINDOW_BITS)
+        less = power(-e)
+        for t in range(warp, T, WARPS):
+            r, own = base + t, int32(0)
+            unit = power(exponents[r] - OUT)
+            for d in range(DIMENSIONS):
+                i = 32 * d + lane
+                c = whole(read_credit(y, r, head * D + i, unit), less, WINDOW_MOST)
+                credits[warp, i] = c
+                own += c * attended[r * (4 * S) + head * D + i]
+            own = ptx.warp_sum(int32(own))
+            cuda.syncwarp()
+            first = ((window * HEADS + head) * T + t) * T
+            for s in range(lane, t + 1, 32):
+                worth, value = int32(0), (base + s) * 3 * S + 2 * S + head * (D // 4)
+                for j in range(D // 4):
+                    word = qkv[value + j]
+                    for k in range(4):
+                        worth += credits[warp, 4 * j + k] * byte(word, k)
+                trial = mul(float32(int32(worth - own)), float32(shares[first + s]))
+                trials[first + s] = trial
+                top = max(top, abs(trial))
+            cuda.syncwarp()
+        top = top_of(top)
+        if lane == 0:
+            cuda.atomic.max(trial_tops, window * HEADS + head, ptx.float_bits(top))
+
+    def through_attention(y: A32, exponents: A32, tops: A32, qkv: A16, shares: A16, trials: F1, trial_tops: A32,
+                          rope: A32, out: F1):
+        """out float32 [rows, 3 S]: credits of queries and keys before they are turned, and of values. qkv: as pairs.
+        Grid: as loudest_read; a lane has two neighbours, or four."""
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        window, head = cuda.blockIdx.x, cuda.blockIdx.y
+        base = window * T
+        e = exponent(ptx.bits_float(tops[window * HEADS + head]), WINDOW_BITS)
+        e_trial = exponent(ptx.bits_float(trial_tops[window * HEADS + head]), WINDOW_BITS)
+        less, less_trial = power(-e), power(-e_trial)
+        of_score, of_value = power(e + e_trial - 12 - SHIFT), power(e - 12)
+        square = (window * HEADS + head) * T * T
+        for t in range(warp, T, WARPS):
+            for pair in range(lane, D // 2, 32):
+                here, r = head * (D // 2) + pair, base + t
+                q0, q1, k0, k1, v0, v1 = int32(0), int32(0), int32(0), int32(0), int64(0), int64(0)
+                for s in range(t + 1):
+                    g, two = whole(trials[square + t * T + s], less_trial, WINDOW_MOST), int32(
+                        qkv[(base + s) * (6 * S) + 2 * S + here])
+                    q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
+                for s in range(t, T):
+                    g, two = whole(trials[square + s * T + t], less_trial, WINDOW_MOST), int32(
+                        qkv[(base + s) * (6 * S) + here])
+                    k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
+                    unit, part = power(exponents[base + s] - OUT), int32(shares[square + s * T + t])
+                    at = head * D + 2 * pair
+                    v0 = ptx.mad_wide(part, whole(read_credit(y, base + s, at, unit), less, WINDOW_MOST), v0)
+                    v1 = ptx.mad_wide(part, whole(read_credit(y, base + s, at + 1, unit), less, WINDOW_MOST), v1)
+                cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
+                q0, q1 = turned(q0, q1, cos, int32(-sin))
+                k0, k1 = turned(k0, k1, cos, int32(-sin))
+                at = r * (12 * S) + 2 * here
+                out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
+                out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
+                out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
+                out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
+                out[at + 8 * S] = mul(float32(v0), of_value)
+                out[at + 8 * S + 1] = mul(float32(v1), of_value)
+
+    return quantise, attend, loudest_read, try_scores, through_attention
+
+
+def _recurrent_kernels(cfg):
+    """The recurrence of a layer, forward and back: TOGETHER windows a block, a thread a unit."""
+    H, WIDTH = cfg.HIDDEN_DIM, cfg.WINDOW
+    S, WORDS, TOGETHER = wide(H), H // 4, 8
+    DIVISOR = parameters.divisor(cfg, H)
+    open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
+
+    @device
+    def products(acc, weights, at, vectors):
+        """acc: column cuda.threadIdx.x of the matrix at weights[at], in words, times the vectors."""
+        for i in range(TOGETHER):
+            acc[i] = 0
+        for j in range(WORDS):
+            w = weights[at + j * H + cuda.threadIdx.x]
+            for i in range(TOGETHER):
+                acc[i] = ptx.dp4a(w, vectors[i, j], acc[i])
+
+    @device
+    def divided(y):
+        return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+
+    def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, windows: A32, skip, n, count, states: A8,
+              before: A8, gates: A8, past: A8, candidates: A8, x: A8):
+        """The states of a layer through n positions of `count` windows, from `skip` on. of_inputs int8 [rows, 2 S]: W_f
+        n and W_h n; u_f, u_h: where the matrices begin, in words; states int8 [count, H] go on. What is kept, int8
+        [rows, S]: states before a position, gates - 127, gated states, candidates; x = clip(x + state). A thread a
+        unit."""
+        h_words, past_words = cuda.shared.array((TOGETHER, WORDS), int32), cuda.shared.array((TOGETHER, WORDS), int32)
+        i, first = cuda.threadIdx.x, cuda.blockIdx.x * TOGETHER
+        acc, h, f = int32s(TOGETHER), int32s(TOGETHER), int32s(TOGETHER)
+        for k in range(TOGETHER):
+            h[k] = int32(states[(first + k) * H + i]) if first + k < count else int32(0)
+        for t in range(n):
+            for k in range(TOGETHER):
+                if first + k < count:
+                    if windows[(first + k) * WIDTH + skip + t] == 0:
+                        h[k] = 0
+                    before[((first + k) * n + t) * S + i] = h[k]
+                word = word_of(h[k])
+                if i & 3 == 0:
+                    h_words[k, i >> 2] = word
+            cuda.syncthreads()
+            products(acc, weights, u_f, h_words)
+            for k in range(TOGETHER):
+                r = (first + k) * n + t
+                gate, p = int32(0), int32(0)
+                if first + k < count:
+                    gate = open_gate(int32(of_inputs[r * (2 * S) + i]), int32(divided(acc[k]) + biases[b_f + i]))
+                    p = gated(gate, h[k])
+                    gates[r * S + i], past[r * S + i] = gate - 127, p
+                f[k] = gate
+                word = word_of(p)
+                if i & 3 == 0:
+                    past_words[k, i >> 2] = word
+            cuda.syncthreads()
+            products(acc, weights, u_h, past_words)
+            for k in range(TOGETHER):
+                r = (first + k) * n + t
+                if first + k < count:
+                    new = clip(int32(of_inputs[r * (2 * S) + S + i]) + divided(acc[k]) + biases[b_h + i])
+                    candidates[r * S + i] = new
+                    h[k] = next_state(f[k], h[k], new)
+                    x[r * S + i] = clip(x[r * S + i] + h[k])
+        for k in range(TOGETHER):
+            if first + k < count:
+                states[(first + k) * H + i] = h[k]
+
+    @device
+    def word_of(x):
+        """The bytes of four neighbouring lanes as a word, known to all four."""
+        x = int32((x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
+        x = int32(x | across(x, 1))
+        return int32(x | across(x, 2))
+
+    def through_states(c: F1, windows: A32, skip, n, count, before: A8, gates: A8, candidates: A8, cuts: A8, out: F1):
+        """out float32 [rows, 2 S]: credits of gates and candidates, from those of a layer's states, c float32 [rows,
+        S], which the state carries along. cuts: the trial of what only cuts. A thread a unit of a window."""
+        i = cuda.grid(1)
+        window, unit = i // H, i % H
+        if window < count:
+            worth = float32(0)
+            for back in range(n):
+                t = n - 1 - back
+                at = (window * n + t) * S + unit
+                worth = add(c[at], worth)
+                f, new = int32(gates[at]), int32(candidates[at])
+                of_gate = float32(int32((new - before[at]) * cuts[f & 255]))
+                out[2 * at - unit] = mul(mul(worth, of_gate), float32(2.0 ** -11))
+                out[2 * at - unit + S] = mul(mul(worth, float32(int32((f + 127) * cuts[new & 255]))),
+                                             float32(2.0 ** -11))
+                left = mul(float32(int32(129 - f)), float32(1 / 256))
+                worth = mul(worth, left) if windows[window * WIDTH + skip + t] != 0 else float32(0)
+
+    return recur, through_states
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+def _head_kernels(cfg):
+    V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
+    T, WIDTH, SKIP, TARGETS = cfg.SEQ_LEN, cfg.WINDOW, cfg.STATE_TOKENS, cfg.TARGETS
+    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
+    Z, NONE = logit_type(cfg), -2 ** 31
+    loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
+    FULL_ERROR = 127 << 16
+
+    def errors(z: Z, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A8, result: A64):
+        """out int8 [rows, VS]: the errors of the logits z [.., VS] of rows from `first` on; result[0] += their losses.
+        weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
+        tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
+        table = cuda.shared.array(256, int32)
+        t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row, at = first + cuda.blockIdx.x, cuda.blockIdx.x * VS
+        table[t] = exps[t]
+        top = int32(NONE)
+        for v in range(t, V, HEAD_BLOCK):
+            top = max(top, int32(z[at + v]))
+        top = ptx.warp_max(top)
+        if lane == 0:
+            tops[warp] = top
+        cuda.syncthreads()
+        for k in range(HEAD_WARPS):
+            top = max(top, tops[k])
+        total = int64(0)
+        for v in range(t, V, HEAD_BLOCK):
+            total += table[min(top - z[at + v], 255)]
+        total = warp_sum(total)
+        if lane == 0:
+            sums[warp] = total
+        cuda.syncthreads()
+        total = int64(0)
+        for k in range(HEAD_WARPS):
+            total += sums[k]
+        unit, weight = share_unit(total), int32(weights[row])
+        table[t] = share(exps[t], unit)                      # of a distance from the largest logit
+        cuda.syncthreads()
+        window, position = row // T, row % T
+        here = window * WIDTH + SKIP + 1
+        drawn = here + T + position * (TARGETS - 1) - 1      # the first target is the token that follows
+        dither = dither_of(uint32(job[0] + job[1] + uint32(window)), position)
+        for v in range(t, V, HEAD_BLOCK):
+            x = int32(z[at + v])
+            e = error_of(int32(0), table[min(top - x, 255)], weight, dither, v)
+            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
+                e = int32(0)
+            out[row * VS + v] = e
+        cuda.syncthreads()
+        if t < TARGETS:
+            v, wanted = windows[here + position] if t == 0 else windows[drawn + t], int32(0)
+            wanted += windows[here + position] == v
+            for other in range(1, TARGETS):
+                wanted += windows[drawn + other] == v
+            x = int32(z[at + v])
+            e = error_of(int32(wanted * (FULL_ERROR // TARGETS)), table[min(top - x, 255)], weight, dither, v)
+            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
+                e = int32(0)
+            out[row * VS + v] = e
+        if t == 0:
+            score = int32(z[at + windows[here + position]])
+            for other in range(1, TARGETS):
+                score += z[at + windows[drawn + other]]
+            cuda.atomic.add(result, 0, loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS))
+
+    return [errors]
+
+
+# --- credits ----------------------------------------------------------------------------------------------------------
+
+def _credit_kernels(cfg):
+    """Rows of credits: int8 with a power of two, `whole`, and their exponents; a warp a row."""
+    H = cfg.HIDDEN_DIM
+    WORDS, S, INNER, S4 = H // 4, wide(H) // 4, H, wide(4 * H) // 4
+
+    def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32, by: F1,
+                rows, c: F1, out: A32, out_exponents: A32, counts: A32):
+        """c float32 [rows, 4 S] = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
+        by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of bits `less`. at:
+        of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
+        exponents to out_exponents and counts."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            along, square = float32(0), int32(0)
+            for j in range(lane, WORDS, 32):
+                word = n[r * S + j]
+                square = ptx.dp4a(word, word, square)
+            square = ptx.warp_sum(square)
+            for k in range(parts):
+                total = int64(0)
+                for j in range(lane, WORDS, 32):
+                    word, four = n[r * S + j], ptx.load4(y, r * y_words + 4 * (k * S + j))
+                    for e in range(4):
+                        total = ptx.mad_wide(byte(word, e), four[e], total)
+                part = mul(float32(warp_sum(total)), mul(power(exponents[k * padded + r] - shift),
+                                                         ptx.bits_float(int32(less))))
+                along = part if k == 0 else add(along, part)
+            along = div(along, float32(max(square, int32(1))))
+            mean, factor, top = float32(means[r]), by[r], float32(0)
+            for j in range(lane, WORDS, 32):
+                word = n[r * S + j]
+                for e in range(4):
+                    credit = float32(0)
+                    for k in range(parts):
+                        unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
+                        part = mul(float32(y[r * y_words + 4 * (k * S + j) + e]), unit)
+                        credit = part if k == 0 else add(credit, part)
+                    credit = sub(credit, mul(along, float32(byte(word, e))))
+                    credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
+                    here = r * (4 * S) + 4 * j + e
+                    credit = mul(add(c[here], credit), factor)
+                    c[here] = credit
+                    top = max(top, abs(credit))
+            top = top_of(top)
+            e_row, values = exponent(top, ROW_BITS), int32s(4)
+            unit = power(-e_row)
+            for j in range(lane, WORDS, 32):
+                for e in range(4):
+                    values[e] = whole(c[r * (4 * S) + 4 * j + e], unit, ROW_MOST)
+                out[r * S + j] = pack_bytes(values, 0)
+            note(e_row, top, out_exponents, r, counts, 0)
+
+    @device
+    def tried(y, at, unit, trials, word, e):
+        return mul(mul(float32(y[at + e]), unit), float32(trials[byte(word, e) & 255]))
+
+    def try_inner(y: A32, exponents: A32, shift, less, before: A32, trials: A8, rows, out: A32, out_exponents: A32,
+                  counts: A32):
+        """out int8 [rows, 4 S4]: the credits of the inner values of an MLP, from y int32 [rows, 4 S4]; the others: see
+        descend."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
+            for j in range(lane, INNER, 32):
+                word = before[r * S4 + j]
+                for e in range(4):
+                    top = max(top, abs(tried(y, (r * S4 + j) * 4, unit, trials, word, e)))
+            top = top_of(top)
+            e_row, values = exponent(top, ROW_BITS), int32s(4)
+            scale = power(-e_row)
+            for j in range(lane, INNER, 32):
+                word = before[r * S4 + j]
+                for e in range(4):
+                    values[e] = whole(tried(y, (r * S4 + j) * 4, unit, trials, word, e), scale, ROW_MOST)
+                out[r * S4 + j] = pack_bytes(values, 0)
+            note(e_row, top, out_exponents, r, counts, 0)
+
+    def as_rows(c: F1, parts, by: F1, padded, rows, out: A32, out_exponents: A32, counts: A32):
+        """out int8 [rows, parts S], out_exponents [parts, padded]: credits c float32 [rows, 4 parts S] times by [parts,
+        padded]. Grid: [rows / WARPS, parts]."""
+        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
+        if r < rows:
+            factor, top, first = by[part * padded + r], float32(0), (r * parts + part) * S
+            for j in range(lane, WORDS, 32):
+                for e in range(4):
+                    top = max(top, abs(mul(c[4 * (first + j) + e], factor)))
+            top = top_of(top)
+            e_row, values = exponent(top, ROW_BITS), int32s(4)
+            unit = power(-e_row)
+            for j in range(lane, WORDS, 32):
+                for e in range(4):
+                    values[e] = whole(mul(c[4 * (first + j) + e], factor), unit, ROW_MOST)
+                out[first + j] = pack_bytes(values, 0)
+            note(e_row, top, out_exponents, part * padded + r, counts, part * BINS)
+
+    def loudest(counts: A32, tops: A32):
+        """tops[part]: units.loudest of the histogram counts[part], which it clears. Grid: parts, of BINS threads."""
+        local, best = cuda.shared.array(BINS, int32), cuda.shared.array(1, int32)
+        t, part = cuda.threadIdx.x, cuda.blockIdx.x
+        local[t] = counts[part * BINS + t]
+        counts[part * BINS + t] = 0
+        if t == 0:
+            best[0] = -1
+        cuda.syncthreads()
+        live, reached = int32(0), int32(0)
+        for k in range(BINS):
+            live += local[k]
+            reached += local[k] if k >= t else 0
+        if live > 0 and reached >= max((live + (units.LOUD - 1)) // units.LOUD, 1):
+            cuda.atomic.max(best, 0, t)
+        cuda.syncthreads()
+        if t == 0:
+            tops[part] = best[0] - units.EXPONENTS if best[0] >= 0 else 0
+
+    return descend, try_inner, as_rows, loudest
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+
+def _vote_kernels(cfg):
+    H, T, V, WIDTH, SKIP = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.WINDOW, cfg.STATE_TOKENS
+    S, TIED = wide(H), cfg.MODEL != "gru"
+    LEAST, MOST = units.TABLE_SHIFTS
+    ALPHA = units.alpha(cfg)
+
+    @device
+    def of_chunk(x, e, top):
+        """A credit with its row's exponent as an operand of votes, with that of the chunk."""
+        return whole(float32(x), power(e - top), 127)
+
+    def spread(source: A32, words, first, units_, exponents: A32, at, tops: A32, part, rows, row, operand_rows,
+               operand: A32):
+        """Operand rows from `row` on of the columns of source int8 [rows, words], `units_` from word `first` on. part:
+        the number in `tops` of credits, whose exponents begin at exponents[at]; -1: of inputs, which stay as they are.
+        A thread four columns of four positions, a warp 32 columns of 16 positions."""
+        i, lane = cuda.grid(1) >> 5, cuda.threadIdx.x & 31
+        groups = (units_ + 31) // 32
+        quad, n = (i % groups) * 8 + (lane >> 3) * 2 + (lane & 1), (i // groups) * 16 + ((lane >> 1) & 3) * 4
+        if quad * 4 < units_ and n < (rows + 63) // 64 * 64:
+            word_of = int32s(4)
+            for e in range(4):
+                word_of[e] = 0
+                if n + e < rows:
+                    word = source[(n + e) * words + first + quad]
+                    if part >= 0:
+                        mine, top = exponents[at + n + e], tops[part]
+                        word = pack4(of_chunk(byte(word, 0), mine, top), of_chunk(byte(word, 1), mine, top),
+                                     of_chunk(byte(word, 2), mine, top), of_chunk(byte(word, 3), mine, top))
+                    word_of[e] = word
+            turned = turn4(word_of)
+            for e in range(4):
+                operand[place(operand_rows, row + quad * 4 + e, n)] = turned[e]
+
+    def token_votes(c: A8, exponents: A32, tops: A32, windows: A32, rows, at, votes: A32):
+        """Adds credits c int8 [rows, S] to the votes of the columns of the tokens that were read, canonical from
+        votes[at] on; where the table is the head as well, in the unit of its votes. A thread a unit."""
+        i = cuda.grid(1)
+        r, unit = i // H, i % H
+        if r < rows:
+            v = of_chunk(int32(c[r * S + unit]), exponents[r], tops[0])
+            if TIED:
+                v = nearest(mul(float32(v), power(max(min(tops[0], int32(MOST)), int32(LEAST)))))
+            if v != 0:
+                token = windows[r // T * WIDTH + SKIP + r % T]
+                cuda.atomic.add(votes, at + vote_index(token, unit, True, V), v)
+
+    def bias_votes(c: A8, words, first, exponents: A32, at, tops: A32, part, rows, to, votes: A32):
+        """Adds credits c int8 [rows, 4 words], H from byte `first` on, over all rows to votes[to...]. A thread a unit of
+        64 rows."""
+        i = cuda.grid(1)
+        unit, block, total = i % H, i // H, int32(0)
+        for r in range(block * 64, min(block * 64 + 64, rows)):
+            total += of_chunk(int32(c[r * (4 * words) + first + unit]), exponents[at + r], tops[part])
+        if total != 0:
+            cuda.atomic.add(votes, to + unit, total)
+
+    def vote_sizes(votes: A32, tensors: A64, sizes: A64):
+        """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
+        Grid: [blocks, tensors]."""
+        tensor, total = cuda.blockIdx.y, int64(0)
+        first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
+        for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
+            total += abs(int64(votes[first + i]))
+        total = warp_sum(total)
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(sizes, tensor, total)
+
+    def vote_digits(votes: A32, tensors: A64, sizes: A64, digits: A8):
+        """digits int8 [weights]. Grid: as vote_sizes."""
+        tensor = cuda.blockIdx.y
+        first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
+        least = least_vote(sizes[tensor], size, float64(ALPHA))
+        for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
+            vote = votes[first + i]
+            digits[first + i] = int8((vote >= least) - (vote <= -least))
+
+    def pack_digits(digits: A8, packed: B1):
+        """packed uint8 [digits / 5] (model.steps). One thread per byte."""
+        i = cuda.grid(1)
+        if i < packed.size:
+            byte_ = int32(0)
+            for k in range(5):
+                digit = digits[5 * i + 4 - k]
+                byte_ = byte_ * int32(3) + (int32(2) if digit < 0 else digit)
+            packed[i] = byte_
+
+    return spread, token_votes, bias_votes, vote_sizes, vote_digits, pack_digits
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+class Trials:
+    """The device arrays and launches of a chunk. `reserve` on the device, `pack` after every change of the weights,
+    `launch` a chunk; then arrays.result holds the loss, the sizes of votes and the packed digits (digits_of). Of the
+    arrays, weights int8 [windows * SEQ_LEN] are those of the positions in 7ths: all 7 unless somebody sets them (SPEC
+    22)."""
+
+    def __init__(self, cfg, wgmma):
+        self.cfg, self.kernels = cfg, build(cfg, wgmma)
+        self.gru, self._tensors = cfg.MODEL == "gru", parameters.tensors(cfg)
+        self._named = {(t.name, t.layer): t for t in self._tensors}
+        self.rows = cfg.CHUNK_SIZE * cfg.SEQ_LEN
+        self.padded = wide(max(self.rows, cfg.CHUNK_SIZE * cfg.STATE_TOKENS))
+        self.S, self.S4, self.VS = wide(cfg.HIDDEN_DIM), wide(4 * cfg.HIDDEN_DIM), wide(cfg.VOCAB_SIZE)
+        # where the rows of a matrix begin: those for outputs, of one input side by side, and those for inputs
+        together = ("w_f", "w_h") if self.gru else ("w_q", "w_k", "w_v")
+        first = [self._named[name, layer] for layer in range(cfg.N_LAYERS) for name in together]
+        matrices = first + [t for t in self._tensors if t.matrix and t not in first]
+        ends = np.cumsum([0] + [wide(t.rows) * wide(t.cols) for t in matrices + matrices]).tolist()
+        self._packed = {t: (ends[k], ends[len(matrices) + k]) for k, t in enumerate(matrices)}
+        self.packed_bytes = ends[-1]
+
+    def _sizes(self):
+        """{name: (numbers, dtype)} of the arrays."""
+        cfg, R, S, L = self.cfg, self.padded, self.S, self.cfg.N_LAYERS
+        squares = 1 if self.gru else cfg.CHUNK_SIZE * cfg.N_HEADS * cfg.SEQ_LEN ** 2
+        norms, mlps = 2 * L + (1 if self.gru else 2), L + (0 if self.gru else 1)
+        per = 2 if self.gru else 3
+        z = {A8: np.int8, A16: np.int16, A32: np.int32}[logit_type(cfg)]
+        return dict(
+            packed=(self.packed_bytes, np.int8), h=(R * S, np.int8), normed=(norms * R * S, np.int8),
+            means=(norms * R, np.int32), before=(mlps * R * self.S4, np.int8), inner=(mlps * R * self.S4, np.int8),
+            scales=((mlps + L) * R, np.float32), ones=(per * R, np.float32), y=(R * max(per * S, self.S4), np.int32),
+            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), c=(R * S, np.float32),
+            credits=(R * max(per * S, self.S4), np.int8), exponents=(per * R, np.int32), zeros=(R, np.int32),
+            counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
+            qkv=(1 if self.gru else L * R * 3 * S, np.int8), shares=(1 if self.gru else L * squares, np.int16),
+            attended=(1 if self.gru else L * R * S, np.int8), qkv_scales=(1 if self.gru else L * 3 * R, np.float32),
+            trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
+            gates=(R * 2 * S if self.gru else 1, np.int8), kept=(4 * L * R * S if self.gru else 1, np.int8),
+            states=(cfg.CHUNK_SIZE * cfg.HIDDEN_DIM * L if self.gru else 1, np.int8),
+            operand=((self.VS + 8 * S) * (blocks(self.rows, SPLIT) + 1) * SPLIT // 4, np.int32),
+            weights=(self.rows, np.int8), votes=(cfg.CHUNK_DIGITS, np.int32), digits=(cfg.CHUNK_DIGITS, np.int8),
+            result=(1 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
+
+    def bytes_needed(self):
+        return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
+
+    def reserve(self):
+        """Reserves the arrays, all 0 but `ones` and the weights, and uploads the tables."""
+        cfg = self.cfg
+        made = {name: cuda.device_array(count, kind) for name, (count, kind) in self._sizes().items()}
+        for array in made.values():
+            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes)
+        self.arrays = a = SimpleNamespace(**made)
+        a.ones.copy_to_device(np.ones(a.ones.size, np.float32))
+        a.weights.copy_to_device(np.full(a.weights.size, units.FULL, np.int8))
+        of_tensors = np.array([x for t in self._tensors for x in (t.weights, t.size)], np.int64)
+        tables = dict(exps=integer_tables.exp_table(cfg), gelu=integer_tables.gelu_table(), of_tensors=of_tensors,
+                      trials=units.trial_tables(cfg)[1], cuts=units.trial_tables(cfg)[0],
+                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
+        self.tables = SimpleNamespace(**{name: cuda.to_device(table) for name, table in tables.items()})
+        self._totals, digits = a.result[:1 + len(self._tensors)], a.result[1 + len(self._tensors):].view(np.uint8)
+        self._digits = digits[:steps.packed_size(cfg.CHUNK_DIGITS)]
+        self._tiles = {}
+
+    def _pairs(self, z):
+        """Logits as the kernel of the product writes them."""
+        return z.view(np.int16 if self.gru else np.int32)
+
+    def digits_of(self, result):
+        """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
+        size = steps.packed_size(self.cfg.CHUNK_DIGITS)
+        return result[1 + len(self._tensors):].tobytes()[:size], int(result[0])
+
+    def _launch(self, name, work, *arguments, threads=BLOCK, high=1):
+        """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
+        self.kernels[name]((blocks(work, threads), high), threads, self._stream, *arguments)
+
+    def _rows(self, name, *arguments, high=1):
+        """A kernel with a warp a row."""
+        self.kernels[name]((blocks(self._count, WARPS), high), BLOCK, self._stream, *arguments)
+
+    def pack(self, stream, weights):
+        self._stream, packed = stream, self.arrays.packed.view(np.int32)
+        for t, (forward, back) in self._packed.items():
+            self._launch("pack", t.rows // 4 * blocks(t.cols, 4), weights.view(np.int32), t.weights // 4, t.rows, t.cols,
+                         packed, forward // 4, wide(t.rows) // 4, back // 4, wide(t.cols) // 4)
+
+    def _product(self, kernel, x, x_bytes, tensor, *arguments, back=False, columns=0):
+        """A product of rows x of x_bytes with a matrix, or with the transposed one; the last arguments are the kernel's.
+        columns: of the result, where several matrices lie side by side."""
+        inputs, outputs = (tensor.cols, tensor.rows) if back else (tensor.rows, tensor.cols)
+        grid = (columns or wide(outputs)) // TILE, blocks(self._count, TILE)
+        self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4,
+                             self.arrays.packed.view(np.int32), self._packed[tensor][back] // 4, wide(inputs) // 4,
+                             wide(inputs) // 64, *arguments)
+
+    def launch(self, stream, weights, windows, job):
+        """Fills arrays.result. weights: all, int8; windows int32, flat, as model.soft_targets.windows; job uint32: seed
+        of the step, number of the first window."""
+        cfg, a = self.cfg, self.arrays
+        self._stream, self._weights, self._windows = stream, weights, windows
+        self._count = self.rows
+        for sums in self._totals, a.votes, a.c, a.states:
+            cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
+        read = self._read_recurrent if self.gru else self._read_transformer
+        if cfg.STATE_TOKENS:
+            self._count = cfg.CHUNK_SIZE * cfg.STATE_TOKENS
+            read(0, cfg.STATE_TOKENS)
+            self._count = self.rows
+        read(cfg.STATE_TOKENS, cfg.SEQ_LEN)
+        self._head(job)
+        (self._down_recurrent if self.gru else self._down_transformer)()
+        embedding = self._named["embedding", 0]
+        self._launch("token_votes", self._count * cfg.HIDDEN_DIM, a.credits, a.exponents, a.tops, windows, self._count,
+                     embedding.weights, a.votes)
+        of_tensors, sizes, tensors = self.tables.of_tensors, self._totals[1:], len(self._tensors)
+        self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, sizes, high=tensors)
+        self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, sizes, a.digits, high=tensors)
+        self._launch("pack_digits", self._digits.size, a.digits, self._digits)
+
+    # slices of arrays that have one part for every norm, MLP or layer
+
+    def _part(self, name, number, size):
+        return getattr(self.arrays, name)[number * size:(number + 1) * size]
+
+    def _normed(self, number):
+        return self._part("normed", number, self.padded * self.S)
+
+    def _means(self, number):
+        return self._part("means", number, self.padded)
+
+    def _scale(self, number):
+        return self._part("scales", number, self.padded)
+
+    # forward
+
+    def _read_norm(self, number, name, layer):
+        named = self._named
+        bias = -1 if self.gru else named[name + "_bias", layer].weights
+        self._rows("norm", self.arrays.h.view(np.int32), self._weights, named[name, layer].weights, bias, self._count,
+                   self._normed(number).view(np.int32), self._means(number))
+
+    def _read_mlp(self, number, norm, layer, weights, biases):
+        a, cfg, named = self.arrays, self.cfg, self._named
+        before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
+        bias_up, bias_down = (-1 if self.gru else named[biases + end, layer].weights for end in ("up", "down"))
+        self._product("product", self._normed(norm), self.S, named[weights + "up", layer], a.y, self.S4)
+        self._launch("inner", self._count * cfg.HIDDEN_DIM, a.y, self._weights, bias_up, self.tables.gelu, self._count,
+                     before.view(np.int32), inner.view(np.int32))
+        self._product("product", inner, self.S4, named[weights + "down", layer], a.y, self.S)
+        self._rows("residual", a.y, cfg.SHIFT_MLP_DOWN, self._weights, bias_down, self._count, a.h.view(np.int32),
+                   self._scale(number))
+
+    def _embed(self, skip, n):
+        a, named = self.arrays, self._named
+        bias = -1 if self.gru else named["emb_bias", 0].weights
+        self._rows("embed", a.packed.view(np.int32), self._packed[named["embedding", 0]][0] // 4, self._weights, bias,
+                   self._windows, skip, n, self._count, a.h.view(np.int32))
+
+    def _read_transformer(self, skip, n):
+        cfg, a, named, L = self.cfg, self.arrays, self._named, self.cfg.N_LAYERS
+        self._embed(skip, n)
+        self._read_norm(0, "ln_init", 0)
+        self._read_mlp(0, 0, 0, "w_emb_mlp_", "mlp_emb_bias_")
+        for layer in range(L):
+            self._read_norm(1 + 2 * layer, "ln_1", layer)
+            qkv, attended = self._qkv(layer), self._part("attended", layer, self.padded * self.S)
+            self._product("product", self._normed(1 + 2 * layer), self.S, named["w_q", layer], a.y, 3 * self.S,
+                          columns=3 * self.S)
+            self._rows("quantise", a.y, self.tables.rope, self._count, self.padded, qkv.view(np.int32),
+                       self._part("qkv_scales", layer, 3 * self.padded), high=3)
+            self._heads("attend", qkv.view(np.int32), qkv, self.tables.exps, self._shares(layer), attended)
+            self._product("product", attended, self.S, named["w_o", layer], a.y, self.S)
+            self._rows("residual", a.y, cfg.SHIFT_OUT, self._weights, -1, self._count, a.h.view(np.int32),
+                       self._scale(1 + L + layer))
+            self._read_norm(2 + 2 * layer, "ln_2", layer)
+            self._read_mlp(1 + layer, 2 + 2 * layer, layer, "w_", "mlp_bias_")
+        self._read_norm(1 + 2 * L, "ln_f", 0)
+
+    def _qkv(self, layer):
+        return self._part("qkv", layer, 3 * self.padded * self.S)
+
+    def _shares(self, layer):
+        return self._part("shares", layer, self.arrays.trials.size)
+
+    def _heads(self, name, *arguments):
+        """A kernel with a block a head of a window."""
+        self.kernels[name]((self.cfg.CHUNK_SIZE, self.cfg.N_HEADS), BLOCK, self._stream, *arguments)
+
+    def _kept(self, layer):
+        """States before a position, gates, gated states, candidates."""
+        return [self._part("kept", 4 * layer + k, self.padded * self.S) for k in range(4)]
+
+    def _read_recurrent(self, skip, n):
+        cfg, a, named = self.cfg, self.arrays, self._named
+        self._embed(skip, n)
+        for layer in range(cfg.N_LAYERS):
+            self._read_norm(2 * layer, "ln_1", layer)
+            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int16), 2 * self.S,
+                          columns=2 * self.S)
+            matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
+            biases = (named[name, layer].weights for name in ("b_f", "b_h"))
+            states = self._part("states", layer, cfg.CHUNK_SIZE * cfg.HIDDEN_DIM)
+            self._launch("recur", blocks(cfg.CHUNK_SIZE, 8) * cfg.HIDDEN_DIM, a.gates, self._weights.view(np.int32),
+                         self._weights, *matrices, *biases, self._windows, skip, n, cfg.CHUNK_SIZE, states,
+                         *self._kept(layer), a.h, threads=cfg.HIDDEN_DIM)
+            self._read_norm(2 * layer + 1, "ln_2", layer)
+            self._read_mlp(layer, 2 * layer + 1, layer, "w_", "")
+        self._read_norm(2 * cfg.N_LAYERS, "ln_f", 0)
+
+    # back
+
+    def _head(self, job):
+        """Losses, errors, the votes on the head, and in a.y the credits of its inputs."""
+        cfg, a, head = self.cfg, self.arrays, self._named["head" if self.gru else "embedding", 0]
+        normed = self._normed(2 * cfg.N_LAYERS + (0 if self.gru else 1))
+        every = self._count
+        for first in range(0, every, HEAD_ROWS):
+            self._count = min(HEAD_ROWS, every - first)
+            self._product("logits", normed[first * self.S:], self.S, head, self._pairs(a.z), self.VS)
+            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z, first, self._windows, job,
+                                   self.tables.exps, a.weights, a.errors, a.result)
+        self._count = every
+        self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
+        self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
+
+    def _tiles_of(self, groups, inputs):
+        """(tiles of products of credits with `inputs` operand rows, which follow them; operand rows): on the device."""
+        key = tuple(t for t, *_ in groups), inputs
+        if key not in self._tiles:
+            first, tiles = sum(wide(t.cols) for t, *_ in groups), []
+            depth, at = blocks(self.rows, 64) * 64, 0
+            for t, *_ in groups:
+                tiles += [(at + p, first + s, min(TILE, t.cols - p), min(TILE, t.rows - s), 0, depth,
+                           t.weights - 4 * at, t.cols, 1, s) for p in range(0, t.cols, TILE)
+                          for s in range(0, t.rows, TILE)]
+                at += wide(t.cols)
+            self._tiles[key] = cuda.to_device(np.array(tiles, np.int32)), first + wide(inputs)
+        return self._tiles[key]
+
+    def _vote(self, groups, inputs, inputs_bytes):
+        """Votes on matrices that have the same inputs int8 [rows, inputs_bytes]. groups: of each (tensor, credits int8,
+        bytes of a row, first byte, first exponent, number of its top or -1: no exponents)."""
+        a, rows = self.arrays, groups[0][0].rows
+        tiles, operand_rows = self._tiles_of(groups, rows)
+        at = 0
+
+        def spread(source, width, first, columns, exponents, part, row):
+            self._launch("spread", blocks(columns, 32) * blocks(self._count, 64) * 4 * 32, source.view(np.int32),
+                         width // 4, first // 4, columns, a.exponents, exponents, a.tops, part, self._count, row,
+                         operand_rows, a.operand)
+
+        for t, credits, width, first, exponents, part in groups:
+            spread(credits, width, first, wide(t.cols) if part < 0 else t.cols, exponents, part, at)
+            at += wide(t.cols)
+        spread(inputs, inputs_bytes, 0, rows, 0, -1, at)
+        splits = blocks(self._count, SPLIT)
+        self.kernels["products"](len(tiles) * splits, THREADS, self._stream, tiles, a.operand, np.int32(operand_rows),
+                                 np.int32(0), a.votes)
+
+    def _descend(self, parts, exponents, shift, less, norm, layer, number, by):
+        """From a.y to the rows of credits a.credits [rows, S], exponents a.exponents[0]."""
+        a = self.arrays
+        self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
+                   int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
+                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c,
+                   a.credits.view(np.int32), a.exponents, a.counts)
+        self._loudest(1)
+
+    def _loudest(self, parts):
+        self.kernels["loudest"](parts, BINS, self._stream, self.arrays.counts, self.arrays.tops)
+
+    def _down_mlp(self, number, norm, layer, weights, shifts=(0, 0), divisors=(1, 1)):
+        """From the rows of the credits of an MLP's sum to a.y, the credits of its norm's outputs, their exponents."""
+        a, named = self.arrays, self._named
+        before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
+        up, down = named[weights + "up", layer], named[weights + "down", layer]
+        self._vote([(down, a.credits, self.S, 0, 0, 0)], inner, self.S4)
+        self._product("product", a.credits, self.S, down, a.y, self.S4, back=True)
+        self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, self._reciprocal(divisors[1]), before.view(np.int32),
+                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts)
+        self._loudest(1)
+        self._vote([(up, a.credits, self.S4, 0, 0, 0)], self._normed(norm), self.S)
+        self._product("product", a.credits, self.S4, up, a.y, self.S, back=True)
+
+    @staticmethod
+    def _reciprocal(divisor):
+        """The bits of a float32."""
+        return int((np.float32(1) / np.float32(divisor)).view(np.int32))
+
+    def _down_transformer(self):
+        cfg, a, named, L = self.cfg, self.arrays, self._named, self.cfg.N_LAYERS
+        shifts = cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
+        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 1 + 2 * L, self._scale(L))
+        for layer in reversed(range(L)):
+            self._down_mlp(1 + layer, 2 + 2 * layer, layer, "w_", shifts)
+            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_2", layer, 2 + 2 * layer, self._scale(1 + L + layer))
+            self._down_attention(layer)
+            self._descend(3, a.exponents, 0, 1, "ln_1", layer, 1 + 2 * layer, self._scale(layer))
+        self._down_mlp(0, 0, 0, "w_emb_mlp_", shifts)
+        self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_init", 0, 0, a.ones)
+
+    def _down_attention(self, layer):
+        cfg, a, named = self.cfg, self.arrays, self._named
+        qkv, shares = self._qkv(layer), self._shares(layer)
+        attended = self._part("attended", layer, self.padded * self.S)
+        out, half = named["w_o", layer], a.window_tops.size // 2
+        tops, trial_tops = a.window_tops[:half], a.window_tops[half:]
+        self._vote([(out, a.credits, self.S, 0, 0, 0)], attended, self.S)
+        self._product("product", a.credits, self.S, out, a.y, self.S, back=True)
+        cuda.cudadrv.driver.device_memset(a.window_tops, 0, a.window_tops.nbytes, self._stream)
+        self._heads("loudest_read", a.y, a.exponents, tops)
+        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.trials, trial_tops)
+        self._heads("through_attention", a.y, a.exponents, tops, qkv.view(np.int16), shares, a.trials, trial_tops,
+                    self.tables.rope, a.parts)
+        self._side_by_side("qkv", layer, 1 + 2 * layer, self._part("qkv_scales", layer, 3 * self.padded))
+
+    def _side_by_side(self, names, layer, norm, by):
+        """From a.parts to votes on the matrices w_q, w_k, w_v or w_f, w_h, and to their products side by side in
+        a.y."""
+        a, parts, S = self.arrays, len(names), self.S
+        matrices = [self._named["w_" + name, layer] for name in names]
+        self._rows("as_rows", a.parts, parts, by, self.padded, self._count, a.credits.view(np.int32), a.exponents,
+                   a.counts, high=parts)
+        self._loudest(parts)
+        self._vote([(t, a.credits, parts * S, k * S, k * self.padded, k) for k, t in enumerate(matrices)],
+                   self._normed(norm), S)
+        for k, t in enumerate(matrices):
+            self._product("product", a.credits[k * S:], parts * S, t, a.y[k * S:], parts * S, back=True)
+
+    def _down_recurrent(self):
+        cfg, a, named = self.cfg, self.arrays, self._named
+        narrow, broad = (parameters.divisor(cfg, n * cfg.HIDDEN_DIM) for n in (1, 4))
+        less = np.float32(1) / np.float32(narrow)
+        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 2 * cfg.N_LAYERS, a.ones)
+        for layer in reversed(range(cfg.N_LAYERS)):
+            self._down_mlp(layer, 2 * layer + 1, layer, "w_", divisors=(narrow, broad))
+            self._descend(1, a.exponents, 0, less, "ln_2", layer, 2 * layer + 1, a.ones)
+            before, gates, past, candidates = self._kept(layer)
+            self._launch("through_states", cfg.CHUNK_SIZE * cfg.HIDDEN_DIM, a.c, self._windows, cfg.STATE_TOKENS,
+                         cfg.SEQ_LEN, cfg.CHUNK_SIZE, before, gates, candidates, self.tables.cuts, a.parts)
+            self._side_by_side("fh", layer, 2 * layer, a.ones)
+            for k, (name, inputs) in enumerate((("u_f", before), ("u_h", past))):
+                self._vote([(named[name, layer], a.credits, 2 * self.S, k * self.S, k * self.padded, k)], inputs, self.S)
+                self._launch("bias_votes", cfg.HIDDEN_DIM * blocks(self._count, 64), a.credits, self.S // 2,
+                             k * self.S, a.exponents, k * self.padded, a.tops, k, self._count,
+                             named["b" + name[1:], layer].weights, a.votes)
+            self._descend(2, a.exponents, 0, less, "ln_1", layer, 2 * layer, a.ones)
