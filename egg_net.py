@@ -163,7 +163,7 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        if self.cfg.PERTURB == "activations":
+        if self.cfg.PERTURB == "units":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return steps.pack_digits(rules.chunk_fitness(losses, self.cfg)), int(losses.sum())

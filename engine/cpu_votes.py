@@ -98,14 +98,15 @@ class UnitVotes:
 
     def __init__(self, cfg, threads, job, spread):
         self.cfg, self._threads, self._job, self._spread = cfg, threads, job, spread
-        self._tensors, (self._places, self._width) = parameters.tensors(cfg), layout(cfg)
+        self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
+        self._places, self._width = layout(cfg)
         matrices, self._biases, self._embedding = units.votes(cfg)
         self._head, self._matrices = matrices[0].tensor, matrices[1:]
         # the sums of votes, one after the other: int32 [V, H] of the head and embedding, [rows, cols padded] of others
         self._by_token = {self._head, self._embedding}
         voting = self._by_token | {vote.tensor for vote in self._matrices} | {tensor for tensor, _ in self._biases}
         self._shapes, self._ends, self._spare = {}, [0], []
-        for t in self._tensors:
+        for t in parameters.tensors(cfg):
             if t in voting:
                 padded = -(-t.cols // PANEL) * PANEL
                 self._shapes[t] = (t.cols, t.rows) if t in self._by_token else (t.rows, padded)
@@ -136,7 +137,7 @@ class UnitVotes:
             weights, counted = np.full(n, units.FULL, np.int8), np.ones((n, T), bool)
         weights = (weights[:, None] * counted).astype(np.int8).ravel()
         tokens = np.ascontiguousarray(windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T])
-        forward, each = (cpu_gru, n) if cfg.MODEL == "gru" else (cpu_transformer, 1)
+        each = n if cfg.MODEL == "gru" else 1
         (memory, free), losses = pool, np.empty((1, n * T), np.int64)
         mine = free.pop()
         kept = new_kept(c, self._places, self._width, rows, T * (each == 1), self._sums(memory[mine])[self._head],
@@ -145,8 +146,8 @@ class UnitVotes:
             part = slice(at * T, (at + each) * T)
             its = kept._replace(bytes=kept.bytes[part], exponents=kept.exponents[part], scales=kept.scales[part],
                                 credit=kept.credit[part], weights=weights[part], seed=u32(seed + at & 0xFFFFFFFF))
-            forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
-            forward.hand_down(c, its, tokens[at:at + each])
+            self._forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
+            self._forward.hand_down(c, its, tokens[at:at + each])
         free.append(mine)
         return Reading(kept, tokens.ravel(), int(losses.sum()))
 
@@ -220,8 +221,9 @@ class UnitVotes:
         return sums
 
     def vote_on_nothing(self, c):
-        """Compiles what `chunk` calls, or loads it from the cache."""
+        """Compiles what hands down and votes, or loads it from the cache."""
         nothing = Reading(nothing_kept(c), np.empty(0, np.int32), 0)
+        self._forward.hand_down(c, nothing.kept, np.empty((1, 0), np.int32))
         self.chunk([nothing], self.pool())
 
 
