@@ -18,7 +18,7 @@ import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (named, Peer, Server, cluster, asks, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)
-from fakes import UNITS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, changed, expected, full
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, SECRET, UNITS, changed, expected, full
 from commands import process, train_here
 
 

@@ -16,7 +16,7 @@ from islands.gossip import Elites
 from model import parameters, steps
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
-from fakes import UNITS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
+from fakes import CFG, FakeEngine, FakeObjective, REWARDED, SECRET, UNITS, VALIDATION, full
 from commands import run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)

@@ -17,7 +17,7 @@ from model.parameters import initial_state
 from model.parameters import digest_of
 from tools import use
 from coordinators import Server, filled, until
-from fakes import UNITS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
+from fakes import FakeEngine, FakeObjective, REWARDED, UNITS, VALIDATION, changed, step_alone
 
 # Names and contents that were synced, changes of names since, one by one, and what was promised by then: `step`,
 # which a worker has seen; of the snapshots of `epoch` the steps that are `listed`, the `best`, and its `figure`

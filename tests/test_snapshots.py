@@ -22,7 +22,7 @@ from model import parameters
 from model.parameters import digest_of, initial_state
 from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
                           whole)
-from fakes import UNITS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
+from fakes import CFG, FakeEngine, Lines, UNITS, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 from tools import use
 

@@ -18,7 +18,7 @@ from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
-from fakes import (UNITS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, changed,
+from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, UNITS, changed,
                    expected)
 from model import integer_tables, steps
 from pages import EVERYBODY, state_of
