@@ -650,8 +650,8 @@ def validate(cfg, saved, given):
     if cfg.OBJECTIVE:
         need(cfg.PERTURB == "units", "PERTURB", "must be units with --objective")
         need(cfg.CHUNK_SIZE % cfg.OBJECTIVE_TEXTS == 0, "CHUNK_SIZE",
-             f"must be a multiple of OBJECTIVE_TEXTS = {cfg.OBJECTIVE_TEXTS} with --objective: the texts after a prompt "
-             "are in one chunk")
+             f"must be a multiple of OBJECTIVE_TEXTS = {cfg.OBJECTIVE_TEXTS} with --objective: the texts after a "
+             "prompt are in one chunk")
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")

@@ -154,13 +154,15 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     with Server(tmp_path, laptop) as server:
         turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
                     + advice, server, default)
-        turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = 0:2,50:3.* "
-                    r"at the coordinator, unset at the worker" + advice,
-                    server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+        turned_away(r"configuration: HOST_GAUSSIAN = 1 at the coordinator, 0 at the worker; SOFT_TARGETS = unset at "
+                    r"the coordinator, 0:2 at the worker" + advice,
+                    server, laptop.changed(HOST_GAUSSIAN=0, SOFT_TARGETS=((0, 2),)))
+        turned_away("configuration: PERTURB = units at the coordinator, activations at the worker" + advice,
+                    server, config={**laptop.saved(), "PERTURB": "activations", "CREDIT": 8, "VERSION_OF_VOTES": 3})
     with Server(tmp_path, default, access=Access(SECRET)) as server:
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                     r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,
-                    server, secret=SECRET, config={**laptop.saved(), "CREDIT": 9})
+                    server, secret=SECRET, config={**laptop.saved(), "MUCH": 9})
 
 
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):

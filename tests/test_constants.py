@@ -62,7 +62,8 @@ deggs | SOFT_TARGETS=0:2 | SOFT_TARGETS = 0:2: needs LOSS exact
 deggs | SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256 | contexts must be from 0 to 7
 deggs | SOFT_TARGETS=0:4 LOSS=exact | contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192
 deggs | HOST_MASK=50 HOST_GAUSSIAN=1 | HOST_MASK = 50: must be at most 42 with HOST_GAUSSIAN
-deggs | PERTURB=activations ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = activations
+deggs | PERTURB=units ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = units
+deggs | PERTURB=activations | PERTURB = activations: must be one of weights, units
 deggs | PORT=70000 | PORT = 70000: must be from 0 to 65535
 deggs | AUDIT_RATE=much | AUDIT_RATE: 'much' is not a number
 deggs | SIMD=mmx | SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable
@@ -74,11 +75,11 @@ nano-egg | GROUP_SIZE=48 | divide POPULATION_SIZE
 nano-egg | MODEL=lstm | transformer, gru
 nano-egg | HIDDEN_DIM=100 | multiple of 32
 nano-egg | MODEL=transformer | VALIDATE_WINDOW = 448: has no meaning
-laptop | OPTIMIZER=ztest | OPTIMIZER = ztest: must be adamw with PERTURB = activations
+laptop | OPTIMIZER=ztest | OPTIMIZER = ztest: must be adamw with PERTURB = units
 laptop | ADAPTIVE_NOISE_MODE=1 | ADAPTIVE_NOISE_MODE = 1: must be 0
-laptop | GROUP_SIZE=32 CHUNK_SIZE=16 | GROUP_SIZE = 32: must divide CHUNK_SIZE = 16
-laptop | CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2 | CHUNK_SIZE = 1048576: must be at most 4096 with
-best | CHUNK_SIZE=65536 POPULATION_SIZE=0 | CHUNK_SIZE = 65536: must be at most 16384 with
+laptop | GROUP_SIZE=4 | GROUP_SIZE = 4: must be 2 with PERTURB = units
+laptop | CHUNK_SIZE=1048576 POPULATION_SIZE=0 | CHUNK_SIZE = 1048576: must be at most 2048 with
+best | CHUNK_SIZE=65536 POPULATION_SIZE=0 | CHUNK_SIZE = 65536: must be at most 1024 with
 """                      # preset | definitions | what is said of them
 
 
@@ -111,6 +112,20 @@ def test_a_saved_run_with_a_constant_that_is_gone_is_refused():
     for name, value in ("SIGMA_SCHEDULE", [[0, 5]]), ("SEEN_VOTES", 4), ("RARE_TOKENS", 0.1), ("TOKEN_MASK", 1):
         with refused(f"ckpt has {name}, which this program does not know: use the egg that made it", ConfigError):
             egg_config.load(environ={}, saved={**make().saved(), name: value}, run="ckpt")
+
+
+def test_constants_of_noise_on_activations_are_those_of_unit_trials():
+    """As many chunks and digits, whatever a group was; what somebody else may have written is refused."""
+    for chunk, group, windows in (256, 16, 16), (48, 16, 6), (8192, 16, 512), (16, 16, 2):
+        cfg = make(egg_config.renewed(dict(
+            make(**SMALL, PERTURB="units", ADAPTIVE_NOISE_MODE=0, LOSS="exact").saved(), PERTURB="activations",
+            GROUP_SIZE=group, CHUNK_SIZE=chunk, POPULATION_SIZE=3 * chunk, CREDIT=12, NOISE_UP=3, VERSION_OF_VOTES=3)))
+        assert (cfg.PERTURB, cfg.N_CHUNKS, cfg.CHUNK_SIZE, cfg.GROUP_SIZE) == ("units", 3, windows, 2)
+        assert "CREDIT" not in cfg.saved()
+    for wrong in dict(GROUP_SIZE=0), dict(CHUNK_SIZE="many"), dict(POPULATION_SIZE=[]), dict(CHUNK_SIZE=0):
+        with raises(ConfigError):
+            make(egg_config.renewed({"PERTURB": "activations", **wrong}))
+    assert egg_config.renewed({"NOISE_UP": 3, "N_LAYERS": 2}) == {"N_LAYERS": 2}        # of a run that does not use it
 
 
 # fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds

@@ -1,5 +1,6 @@
 """Digests and snapshots: what a state is, who may give one, and what is kept."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -374,6 +375,30 @@ def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
     with closing(history.read_run(cfg, tmp_path)) as run:
         shelf = snapshots.Shelf(cfg, run)
     assert not shelf.files and [*shelf.damaged] == [f"{path} is of another configuration and not used"]
+
+
+def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(tmp_path, compiled_units):
+    """It is replayed by the same update; only that of unit trials goes on."""
+    at, cfg = str(tmp_path / "old"), UNITS.changed(SNAPSHOT_EVERY=2)
+    filled(at, 3, cfg)
+    now = use.load(cfg, at, console=egg_net.Console(Lines())).digest()
+    data = (tmp_path / "old" / history.FILE).read_bytes()
+    end = 16 + int.from_bytes(data[8:12], "little")
+    header = json.loads(data[12:end - 4])
+    header["config"] |= dict(PERTURB="activations", GROUP_SIZE=8, CHUNK_SIZE=8 * 32, POPULATION_SIZE=8 * 128,
+                             NOISE_UP=3, CREDIT=12, VERSION_OF_VOTES=3)
+    text = json.dumps(header, sort_keys=True).encode()
+    (tmp_path / "old" / history.FILE).write_bytes(
+        history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text) + data[end:])
+    assert history.is_former(at)
+    with refused(f"noise on activations, which unit trials have replaced: `egg.py train --load-dir {at}` begins a new "
+                 "run with its model", history.HistoryError):
+        open_run(cfg, at)
+    old = egg_config.load(environ={}, saved=history.configuration(at))
+    assert old.saved() == cfg.saved() and use.load(old, at, console=egg_net.Console(Lines())).digest() == now
+    use.begin(cfg, old, at, str(tmp_path / "new"), None, egg_net.Console(Lines()), None)
+    with closing(open_run(cfg, str(tmp_path / "new"))) as run:
+        assert run.start.step == 3 and not history.is_former(str(tmp_path / "new"))
 
 
 def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):
