@@ -87,8 +87,7 @@ ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update
 
 # --- estimator -------------------------------------------------------------------------------------------------------
 PERTURB = "weights"              # weights, units | all    | `weights`: evolution, noise on the weights of pairs;
-#                                                            `units`: every unit is tried alone, learns far more from a
-#                                                            token
+#                                                            `units`: unit trials, learn far more from a token
 
 # --- fitness ---------------------------------------------------------------------------------------------------------
 LOSS = "deggs"                   # deggs, exact  | all     | `deggs`: the coarse logarithm of d-eggs; `exact`:
