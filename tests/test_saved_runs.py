@@ -57,16 +57,16 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
 
     @numba.njit(error_model="numpy")
-    def attended(model, cache, record):
+    def attended(model, cache, kept):
         room = cpu_transformer.new_room(model, 1, cache)
         for i in range(64):
             room.q[0, i] = 0 if i % 32 else 127
-        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1, record, 0)
+        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1, kept)
         return room.x
 
     want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]
     model = engine._model
-    equal(attended(model, cache, cpu_kernels.no_record(model))[0, :32].astype(int) - 128, np.trunc(want))
+    equal(attended(model, cache, cpu_kernels.nothing_kept(model))[0, :32].astype(int) - 128, np.trunc(want))
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
