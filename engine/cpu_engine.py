@@ -195,8 +195,8 @@ class CpuEngine:
             self._begun.pop(members)[1].stop()
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of a
-        chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
+        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of
+        a chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self.begin(first, count)
         pool, job = self._begun.pop((first, count))
         results = job.finish()

@@ -59,22 +59,29 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # What unit trials keep of a pass (SPEC 21), whose rows are windows times positions. bytes uint8 [rows, width]: values
-# and, as int8 + 128, credits, side by side as `places` int64 [names, L + 1] says; inputs of matrices are + 128, too, the
-# others as they are. exponents int8 [rows, names, L + 1]: of credits, DEAD where all are 0. scales float32 [rows,
+# and, as int8 + 128, credits, side by side as `places` int64 [names, L + 1] says; inputs of matrices are + 128, too,
+# the others as they are. exponents int8 [rows, names, L + 1]: of credits, DEAD where all are 0. scales float32 [rows,
 # parameters, L]: means of norms, factors of amax. credit float32 [rows, H]: of the residual stream. shares int16 [L,
 # heads, T, T]: attention_share, of one window. votes int32 [V, H]: on the head. weights int8 [rows]: of the errors.
 # seed: of the first window.
 Kept = namedtuple("Kept", "bytes exponents scales places credit shares votes weights seed")
-# names of what is kept, those outside the layers in layer number L
+# Names of what is kept; layer number L is outside the layers
 VALUES = {"gru": "normed_2 before inner normed_1 state gate gated candidate".split(),
           "transformer": "normed_2 before inner normed_1 query key value attended".split()}
-CREDITS = {"gru": "up down embedding gate candidate".split(),
-           "transformer": "up down embedding query key value output".split()}
-NAMES = [*dict.fromkeys(VALUES["gru"] + VALUES["transformer"]),
-         *("of_" + name for name in dict.fromkeys(CREDITS["gru"] + CREDITS["transformer"]))]
+CREDITS = {"gru": "of_up of_down of_embedding of_gate of_candidate".split(),
+           "transformer": "of_up of_down of_embedding of_query of_key of_value of_output".split()}
+NAMES = [*dict.fromkeys(sum([*VALUES.values(), *CREDITS.values()], []))]
 SLOT = {name: i64(number) for number, name in enumerate(NAMES)}
-NORMED_1, NORMED_2, BEFORE, INNER = (SLOT[name] for name in ("normed_1", "normed_2", "before", "inner"))
+NORMED_1, NORMED_2, BEFORE = (SLOT[name] for name in ("normed_1", "normed_2", "before"))
+INNER = SLOT["inner"]
 DEAD = -units.EXPONENTS - 1
+# Rows of credits on their way down. x uint8 [rows, n], + 128, and exponents int32 [rows]: what goes through a product;
+# y int32 [rows, n] times scales float32 [rows]: what came through one; below float32 [rows, n] and along float32
+# [rows]: sums of that below a norm, whose outputs are uint8 [rows, n], + 128
+Rows = namedtuple("Rows", "x exponents y scales below along outputs")
+# (rows, n, any number)
+new_rows = simd.locals_of(Rows, (numba.uint8, (0, 1)), (numba.int32, (0,)), (numba.int32, (0, 1)),
+                          (numba.float32, (0,)), (numba.float32, (0, 1)), (numba.float32, (0,)), (numba.uint8, (0, 1)))
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -102,27 +109,27 @@ def tables(cfg, positions, causal):
                 ntt=integer_tables.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
 
 
-def new_kept(c, places, width, rows, T, votes, weights, seed):
-    """A Kept to be filled. c: Model; rows: a multiple of 4 or more; T: positions of a window of the transformer; others:
-    fields of it, and the width of `bytes`."""
-    parameters, layers, names = c.table.shape[0] // 2, c.N_LAYERS, len(NAMES)
-    return Kept(np.empty((rows, width), u8), np.full((rows, names, layers + 1), DEAD, np.int8),
-                np.empty((rows, parameters, layers), f32), places, np.empty((rows, c.HIDDEN_DIM), f32),
-                np.empty((layers, c.N_HEADS, T, T), np.int16), votes, weights, u32(seed))
+def new_kept(c, places, width, rows, T, votes, weights):
+    """A Kept to be filled. c: Model; rows: a multiple of 4; T: positions of a window of the transformer; width: of
+    `bytes`; others: fields of it."""
+    parameters, layers = c.table.shape[0] // 2, c.N_LAYERS
+    return Kept(np.empty((rows, width), u8), np.full((rows, len(NAMES), layers + 1), DEAD, np.int8),
+                np.empty((rows, parameters, layers), f32), places, np.zeros((rows, c.HIDDEN_DIM), f32),
+                np.empty((layers, c.N_HEADS, T, T), np.int16), votes, weights, u32(0))
 
 
 def nothing_kept(c):
     """The Kept of a pass of which nothing is kept. c: Model."""
-    return new_kept(c, np.zeros((len(NAMES), c.N_LAYERS + 1), i64), 0, 0, 0, np.empty((0, 0), i32), np.empty(0, np.int8),
-                    0)
+    places = np.zeros((len(NAMES), c.N_LAYERS + 1), i64)
+    return new_kept(c, places, 0, 0, 0, np.empty((0, 0), i32), np.empty(0, np.int8))
 
 
 def layout(cfg):
     """(places, width) of a Kept."""
     places, width = np.zeros((len(NAMES), cfg.N_LAYERS + 1), i64), 0
-    names = VALUES[cfg.MODEL] + ["of_" + name for name in CREDITS[cfg.MODEL]]
+    names = VALUES[cfg.MODEL] + CREDITS[cfg.MODEL]
     for layer in range(cfg.N_LAYERS + 1):
-        for name in names if layer < cfg.N_LAYERS else [names[k] for k in (0, 1, 2, 8, 9)]:
+        for name in names if layer < cfg.N_LAYERS else ("normed_2", "before", "inner", "of_up", "of_down"):
             places[SLOT[name], layer] = width
             width += cfg.HIDDEN_DIM * (4 if name in ("before", "inner", "of_up") else 1)
     return places, width
@@ -534,8 +541,8 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
 
 @inlined
 def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
-    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss;
-    seed: of the window; weight: of its errors."""
+    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see
+    position_loss; seed: of the window; weight: of its errors."""
     of_distance, unit, dither = local(c.exp.size, i32), share_unit(total), dither_of(seed, t)
     for d in range(c.exp.size):                              # of tokens that are not wanted
         of_distance[d] = excess(i32(0), softmax_share(c.exp[d], unit), weight)
@@ -578,30 +585,37 @@ def learn_head(c, z, r, errors, places, x, sums, votes):
 # --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------
 
 @inlined
-def add_below(y, count, scales, x, below, along):
-    """below float32 [count, n] += what credits hand down, y int32 [count, n] times scales [count]; along [count]: the
-    same of its product with the outputs of the norm, x uint8 [count, n], + 128."""
-    for r in range(count):
-        total = i64(0)
-        for i in range(below.shape[1]):
-            total += i64(y[r, i]) * i64(i32(x[r, i]) - 128)
-            below[r, i] = f32(below[r, i] + f32(f32(y[r, i]) * scales[r]))
-        along[r] = f32(along[r] + f32(f32(total) * scales[r]))
+def nothing_below(b):
+    for r in range(b.below.shape[0]):
+        b.along[r] = f32(0)
+        for i in range(b.below.shape[1]):
+            b.below[r, i] = f32(0)
 
 
 @inlined
-def below_norm(count, below, along, x, norm, means, credit):
-    """credit float32 [count, n] += below, less what only makes a row longer, through a norm: norm int32 [n], x and means
-    float32 [count] as in `layer_norm`."""
+def add_below(b, count):
+    """Adds what came through a product to the sums of `count` Rows."""
+    for r in range(count):
+        total = i64(0)
+        for i in range(b.y.shape[1]):
+            total += i64(b.y[r, i]) * i64(i32(b.outputs[r, i]) - 128)
+            b.below[r, i] = f32(b.below[r, i] + f32(f32(b.y[r, i]) * b.scales[r]))
+        b.along[r] = f32(b.along[r] + f32(f32(total) * b.scales[r]))
+
+
+@inlined
+def through_norm(b, count, norm, means, credit):
+    """credit float32 [count, n] += the sums below a norm, less what only makes a row longer; norm int32 [n]: its
+    weights; means float32 [count]: see layer_norm."""
     for r in range(count):
         size = i32(0)
-        for i in range(below.shape[1]):
-            n = i32(x[r, i]) - i32(128)
+        for i in range(norm.size):
+            n = i32(b.outputs[r, i]) - i32(128)
             size += i32(n * n)
-        longer = f32(along[r] / f32(max(i32(1), size)))
-        for i in range(below.shape[1]):
-            c = f32(below[r, i] - f32(longer * f32(i32(x[r, i]) - i32(128))))
-            credit[r, i] = f32(credit[r, i] + f32(c * f32(f32(norm[i]) / means[r])))
+        longer = f32(b.along[r] / f32(max(i32(1), size)))
+        for i in range(norm.size):
+            across = f32(b.below[r, i] - f32(longer * f32(i32(b.outputs[r, i]) - i32(128))))
+            credit[r, i] = f32(credit[r, i] + f32(across * f32(f32(norm[i]) / means[r])))
 
 
 @leaf
@@ -663,16 +677,15 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
     the credits of h."""
     H = c.HIDDEN_DIM
     norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
-    x, means = local((GROUP, H), np.uint8), local(GROUP, f32)
+    means, b = local(GROUP, f32), new_rows(GROUP, H, H)
     errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
-    places, sums = local(errors.size + 4, i32), local((GROUP, H), i32)
-    below, along, ones = local((GROUP, H), f32), local(GROUP, f32), local(GROUP, f32)
+    places = local(errors.size + 4, i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
     for first in range(0, rows, each):
         count = min(each, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z, means)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, b.outputs, z, means)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
@@ -683,16 +696,14 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
                 if kept.credit.size:
                     head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
                                 i32(kept.weights[row]), errors)
-                    learn_head(c, z, r, errors, places, x, sums[r], kept.votes)
+                    learn_head(c, z, r, errors, places, b.outputs, b.y[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
                 nats[window] += np.log(mass) + (top - wanted) * c.unit
         if kept.credit.size:
-            credit = kept.credit[first:]
+            nothing_below(b)
             for r in range(count):
-                along[r], ones[r] = f32(0), f32(1)
-                for i in range(H):
-                    below[r, i] = credit[r, i] = f32(0)
-            add_below(sums, count, ones, x, below, along)
-            below_norm(count, below, along, x, norm[0, 0], means, credit)
+                b.scales[r] = f32(1)
+            add_below(b, count)
+            through_norm(b, count, norm[0, 0], means, kept.credit[first:])

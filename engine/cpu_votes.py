@@ -97,7 +97,8 @@ class UnitVotes:
     """Reads windows for CpuEngine, and votes. threads, job, spread: of the engine."""
 
     def __init__(self, cfg, threads, job, spread):
-        self.cfg, self._threads, self._job, self._spread = cfg, threads, job, spread
+        self.cfg, self._threads = cfg, threads
+        self._job, self._spread = job, spread
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
         self._places, self._width = layout(cfg)
         matrices, self._biases, self._embedding = units.votes(cfg)
@@ -141,13 +142,14 @@ class UnitVotes:
         (memory, free), losses = pool, np.empty((1, n * T), np.int64)
         mine = free.pop()
         kept = new_kept(c, self._places, self._width, rows, T * (each == 1), self._sums(memory[mine])[self._head],
-                        weights, 0)
+                        weights)
         for at in range(0, n, each):
             part = slice(at * T, (at + each) * T)
             its = kept._replace(bytes=kept.bytes[part], exponents=kept.exponents[part], scales=kept.scales[part],
                                 credit=kept.credit[part], weights=weights[part], seed=u32(seed + at & 0xFFFFFFFF))
-            self._forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
-            self._forward.hand_down(c, its, tokens[at:at + each])
+            some = slice(at, at + each)
+            self._forward.run_windows(c, losses[:, part], NO_NATS, windows[some], cfg.STATE_TOKENS, T, u32(0), 0, its)
+            self._forward.hand_down(c, its, tokens[some])
         free.append(mine)
         return Reading(kept, tokens.ravel(), int(losses.sum()))
 
@@ -171,7 +173,8 @@ class UnitVotes:
         """Adds the votes of a Reading to some sums of the pool."""
         memory, free = pool
         mine = free.pop()
-        sums, rows, inputs, operands = self._sums(memory[mine]), len(part.kept.bytes), {}, {}
+        sums, rows = self._sums(memory[mine]), len(part.kept.bytes)
+        inputs, operands = {}, {}
         for kind, layer in units.kinds(self.cfg):
             name = kind.name, layer
             operands[name] = np.empty((rows, kind.units * self.cfg.HIDDEN_DIM), np.int8)
@@ -185,7 +188,8 @@ class UnitVotes:
         for tensor, name in self._biases:
             cpu_credits.add_sums(operands[name], sums[tensor][0])
         # tied: as a table and as the head in one unit
-        factor = np.exp2(np.float32(np.clip(top["embedding", 0], *units.TABLE_SHIFTS) if self._embedding.product else 0))
+        shift = np.clip(top["embedding", 0], *units.TABLE_SHIFTS) if self._embedding.product else 0
+        factor = np.exp2(np.float32(shift))
         cpu_credits.add_looked_up(operands["embedding", 0], part.tokens, factor, sums[self._embedding])
         free.append(mine)
 
@@ -304,8 +308,8 @@ def adamw_moves(o, votes, weights, moments, moves):
 
 @njit
 def apply_votes(o, weights, t, group, votes, strides, x, moments, changed_rows, changed_cols, first, end):
-    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes, int32 with strides of
-    a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side]; the number of those that
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes, int32 with strides
+    of a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side]; the number of those that
     changed, and where changed_rows and changed_cols are not empty, marks in them. group: 4 rows of a matrix are stored
     together, a vector is one row."""
     cols, changed, direction = t.cols, 0, f32(0)

@@ -223,7 +223,8 @@ def _quotient(builder, y, divisor):
 
 def _product(builder, begin, x, x_stride, x_step, w, divisor, out, out_stride, k4):
     """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly; where out is int8, its quotient. x uint8 (row
-    stride, and step from four to the next, in bytes), w int8 [k4, PANEL, 4], contiguous, out int32 or int8 (row stride in elements)."""
+    stride, and step from four to the next, in bytes), w int8 [k4, PANEL, 4], contiguous, out int32 or int8 (row stride
+    in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
@@ -236,8 +237,8 @@ def _product(builder, begin, x, x_stride, x_step, w, divisor, out, out_stride, k
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, x_step, w: "array", init: "array", init_stride, divisor: types.int32, out: "array",
-         out_stride, k4):
+def tile(builder, x: "array", x_stride, x_step, w: "array", init: "array", init_stride, divisor: types.int32,
+         out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
@@ -334,7 +335,8 @@ def _look_up(builder, table, top, shift, z, count, out=None):
     """With AVX512-VBMI 64 elements at a time, the bytes of an entry one after the other."""
     if not _permutes():
         return _look_up_one_by_one(builder, table, top, shift, z, count, out)
-    bytes_, words, quarter, planes = _vector(I8, 64), _vector(I32, 64), _vector(I32, 16), _planes(builder, table)
+    bytes_, words, quarter = _vector(I8, 64), _vector(I32, 64), _vector(I32, 16)
+    planes = _planes(builder, table)
     sums = [cgutils.alloca_once_value(builder, _all(quarter, 0)) for _ in range(3)]
     with _blocks(builder, count) as at:
         d = _distances(builder, top, shift, builder.gep(z, [at]))
@@ -383,7 +385,8 @@ def dithered(builder, table: "array", top, shift, z: "array", count, dither, ste
         return
     bytes_, halves, planes = _vector(I8, 64), _vector(I16, 32), _planes(builder, table)
     eight, low, high = (_all(halves, n) for n in (8, 255, -256))
-    steps = [builder.mul(_like(builder, step, halves), ir.Constant(halves, list(range(odd, 64, 2)))) for odd in range(2)]
+    steps = [builder.mul(_like(builder, step, halves), ir.Constant(halves, list(range(odd, 64, 2))))
+             for odd in range(2)]
     with _blocks(builder, count) as at:
         d = _distances(builder, top, shift, builder.gep(z, [at]))
         first, second, third = (_entry(builder, plane, d) for plane in planes[:3])
@@ -400,8 +403,8 @@ def dithered(builder, table: "array", top, shift, z: "array", count, dither, ste
 
 @operation(types.int64)
 def nonzero(builder, x: "array", count, out: "array"):
-    """How many of int8 x are not 0; out int32: their numbers, in order. x reaches to the next multiple of 64, where it is
-    0, and out 4 beyond."""
+    """How many of int8 x are not 0; out int32: their numbers, in order. x reaches to the next multiple of 64, where it
+    is 0, and out 4 beyond."""
     bytes_, total = _vector(I8, 64), cgutils.alloca_once_value(builder, I64(0))
     left, zero = cgutils.alloca_once(builder, I64), ir.IntType(1)(0)
     with _blocks(builder, count) as at:
