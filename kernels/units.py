@@ -16,8 +16,8 @@ from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
-                           pack_bytes, pack_rounded, rounded)
+from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, called, clip, int32s, pack4,
+                           pack_bytes, pack_rounded, rounded, unroll)
 from kernels.rules import NORMS, TARGET, device
 from kernels.tiles import SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
@@ -152,6 +152,11 @@ def _product_kernels(cfg, wgmma):
     def divided(y):
         return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
 
+    @called
+    def quotients(a, b):
+        """Two int8 as one int16."""
+        return int16(divided(a) & 255 | divided(b) << 8)
+
     def product(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
         """out int32 [rows, out_words]."""
         acc = cuda.local.array((TALL, SUMS), int32)
@@ -162,32 +167,33 @@ def _product_kernels(cfg, wgmma):
                 for j in range(WIDE):
                     ptx.store2(out, at + 8 * j, acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
 
+    @unroll
     def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: PAIRS, out_words):
         """out [rows, out_words]: logits, of the type of logit_type, as pairs."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(WIDE):
+            for j in range(WIDE):
+                for half in range(2):
+                    at = (row + APART * i + 8 * half) * out_words + col + 8 * j
                     a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
                     if GRU:
-                        out[(at >> 1) + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+                        out[at >> 1] = quotients(a, b)
                     elif SHORT:
-                        out[(at >> 1) + 4 * j] = int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16)
+                        out[at >> 1] = int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16)
                     else:
-                        ptx.store2(out, at + 8 * j, a >> LOGIT, b >> LOGIT)
+                        ptx.store2(out, at, a >> LOGIT, b >> LOGIT)
 
+    @unroll
     def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A16, out_words):
         """out int8 [rows, out_words], as pairs: quotients of the recurrent model."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col >> 1
-                for j in range(WIDE):
-                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
-                    out[at + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+            for j in range(WIDE):
+                for half in range(2):
+                    at = (row + APART * i + 8 * half) * out_words + col + 8 * j
+                    out[at >> 1] = quotients(acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
 
     return [product, logits] + ([gates] if GRU else [])
 
