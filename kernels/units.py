@@ -16,8 +16,8 @@ from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, called, clip, int32s, pack4,
-                           pack_bytes, pack_rounded, rounded, unroll)
+from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
+                           pack_bytes, pack_rounded, rounded)
 from kernels.rules import NORMS, TARGET, device
 from kernels.tiles import SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
@@ -35,8 +35,8 @@ add, sub = TARGET.add, TARGET.sub
 mul, div = TARGET.mul, TARGET.div
 nearest = TARGET.nearest
 RULES = rules.unit_rules(device, TARGET)
-attention_share, share_unit, share = RULES.attention_share, RULES.share_unit, RULES.share
-dither_of, error_of = RULES.dither_of, RULES.error
+share_unit, share = RULES.share_unit, RULES.share
+dither_of, error_of, excess = RULES.dither_of, RULES.error, RULES.excess
 exponent, power, whole = RULES.exponent, RULES.power, RULES.whole
 least_vote = rules.vote_rules(device).least_vote
 quotient, normed = NORMS.quotient, NORMS.normed
@@ -101,6 +101,12 @@ def build(cfg, wgmma):
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
+@device
+def packed_row(c):
+    """Where the row of column c of a product is packed: so that a thread's four sums of 16 columns are neighbours."""
+    return c & ~15 | (c & 2) << 2 | c >> 1 & 6 | c & 1
+
+
 def _pack_kernel():
     def pack(weights: A32, source, rows, cols, packed: A32, forward, forward_words, back, back_words):
         """A canonical matrix [rows / 4, cols, 4], from word `source` on, as a row for every output from word `forward`
@@ -113,10 +119,10 @@ def _pack_kernel():
                 words[e] = 0
                 if c4 * 4 + e < cols:
                     words[e] = weights[source + r4 * cols + c4 * 4 + e]
-                    packed[forward + (c4 * 4 + e) * forward_words + r4] = words[e]
+                    packed[forward + packed_row(c4 * 4 + e) * forward_words + r4] = words[e]
             turned = turn4(words)
             for e in range(4):
-                packed[back + (r4 * 4 + e) * back_words + c4] = turned[e]
+                packed[back + packed_row(r4 * 4 + e) * back_words + c4] = turned[e]
 
     @device
     def blocks_of(cols):
@@ -129,11 +135,11 @@ def _product_kernels(cfg, wgmma):
     """out = x . w over rows of x and of w; x_words, w_words: of a row; `deep` stages of a row are multiplied. Grid:
     [rows of w / TILE, rows of x / TILE]."""
     tile = tile_functions(wgmma)
-    TALL, WIDE, SUMS, APART = tile.TALL, tile.WIDE, tile.SUMS, tile.APART
+    TALL, SUMS, APART = tile.TALL, tile.SUMS, tile.APART
     accumulate, corner = tile.accumulate, tile.corner
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     DIVISOR, LOGIT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
-    SHORT, PAIRS = logit_type(cfg) is A16, A16 if GRU else A32
+    SHORT = logit_type(cfg) is A16
 
     @device
     def sums(acc, x, x_words, w, w_at, w_words, deep):
@@ -146,16 +152,11 @@ def _product_kernels(cfg, wgmma):
         w_here = w_at + (cuda.blockIdx.x * TILE + group * 8 + lane_row) * w_words + lane_word
         accumulate(acc, x, x_at, 8 * x_words, w, w_here, 8 * w_words, 16, deep)
         p, s = corner()
-        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + s
+        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + (s & ~15) + 2 * (s & 6)
 
     @device
     def divided(y):
         return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
-
-    @called
-    def quotients(a, b):
-        """Two int8 as one int16."""
-        return int16(divided(a) & 255 | divided(b) << 8)
 
     def product(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
         """out int32 [rows, out_words]."""
@@ -164,36 +165,39 @@ def _product_kernels(cfg, wgmma):
         for i in range(TALL):
             for half in range(2):
                 at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(WIDE):
-                    ptx.store2(out, at + 8 * j, acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    ptx.store4(out, at + 2 * j, acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5])
 
-    @unroll
-    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: PAIRS, out_words):
-        """out [rows, out_words]: logits, of the type of logit_type, as pairs."""
+    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+        """out [rows, out_words]: logits, of the type of logit_type, as words."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
-            for j in range(WIDE):
-                for half in range(2):
-                    at = (row + APART * i + 8 * half) * out_words + col + 8 * j
-                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
+            for half in range(2):
+                at = (row + APART * i + 8 * half) * out_words + col
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    a, b, c, d = acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5]
                     if GRU:
-                        out[at >> 1] = quotients(a, b)
+                        out[(at + 2 * j) >> 2] = pack4(divided(a), divided(b), divided(c), divided(d))
                     elif SHORT:
-                        out[at >> 1] = int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16)
+                        ptx.store2(out, (at + 2 * j) >> 1, int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16),
+                                   int32(c >> LOGIT & 0xFFFF | d >> LOGIT << 16))
                     else:
-                        ptx.store2(out, at, a >> LOGIT, b >> LOGIT)
+                        ptx.store4(out, at + 2 * j, a >> LOGIT, b >> LOGIT, c >> LOGIT, d >> LOGIT)
 
-    @unroll
-    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A16, out_words):
-        """out int8 [rows, out_words], as pairs: quotients of the recurrent model."""
+    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+        """out int8 [rows, out_words], as words: quotients of the recurrent model."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
-            for j in range(WIDE):
-                for half in range(2):
-                    at = (row + APART * i + 8 * half) * out_words + col + 8 * j
-                    out[at >> 1] = quotients(acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
+            for half in range(2):
+                at = (row + APART * i + 8 * half) * out_words + col
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    out[(at + 2 * j) >> 2] = pack4(divided(acc[i, k]), divided(acc[i, k + 1]), divided(acc[i, k + 4]),
+                                                   divided(acc[i, k + 5]))
 
     return [product, logits] + ([gates] if GRU else [])
 
@@ -220,7 +224,7 @@ def _norm_kernels(cfg):
         if r < rows:
             token = windows[r // n * WIDTH + skip + r % n]
             for j in range(lane, WORDS, 32):
-                word = table[at + token * S + j]
+                word = table[at + packed_row(token) * S + j]
                 if not GRU:
                     b = bias + 4 * j
                     word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
@@ -302,7 +306,7 @@ def _attention_kernels(cfg):
     """Attention of the transformer, forward and back."""
     H, D, HEADS, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
     S, WORDS = wide(H) // 4, H // 4
-    SHIFT, OUT, DIMENSIONS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32
+    SHIFT, OUT, DIMENSIONS, PAIRS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32, D // 2
     SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
     turned = turned_function(cfg)
     NONE = -2 ** 31
@@ -369,14 +373,14 @@ def _attention_kernels(cfg):
             cuda.syncwarp()
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + 1, 32):
-                shares[first + s] = attention_share(scores[warp, s], total)
+                # attention_share by a quotient that float64 truncates right
+                twice = float64(2 * total)
+                shares[first + s] = int32(float64((int64(scores[warp, s]) << 13) + total) / twice)
             for d in range(DIMENSIONS):
                 at, read = (base * 3 + 2) * (4 * S) + head * D + 32 * d + lane, int64(0)
                 for s in range(t + 1):
                     read = ptx.mad_wide(scores[warp, s], int32(values[at + s * (12 * S)]), read)
-                size = abs(read) // total
-                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(
-                    min(size, int64(127)) * (int64(1) if read >= 0 else int64(-1))))
+                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(read) / float64(total)))
             cuda.syncwarp()
 
     @device
@@ -398,10 +402,11 @@ def _attention_kernels(cfg):
         if lane == 0:
             cuda.atomic.max(tops, cuda.blockIdx.x * HEADS + cuda.blockIdx.y, ptx.float_bits(top))
 
-    def try_scores(y: A32, exponents: A32, tops: A32, qkv: A32, attended: A8, shares: A16, trials: F1, trial_tops: A32):
-        """trials float32 [windows, heads, T, T]: the worth of raising a score alone; trial_tops: as tops. Grid: as
-        loudest_read."""
-        credits = cuda.shared.array((WARPS, D), int32)
+    def try_scores(y: A32, exponents: A32, tops: A32, qkv: A32, attended: A8, shares: A16, read: A16, trials: F1,
+                   trial_tops: A32):
+        """read int16 [rows, 4 S]: the credits of what is read, of one exponent in a head of a window; trials float32
+        [windows, heads, T, T]: the worth of raising a score alone; trial_tops: as tops. Grid: as loudest_read."""
+        credits = cuda.shared.array((WARPS, PAIRS), int32)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
         base, top = window * T, float32(0)
@@ -413,17 +418,21 @@ def _attention_kernels(cfg):
             for d in range(DIMENSIONS):
                 i = 32 * d + lane
                 c = whole(read_credit(y, r, head * D + i, unit), less, WINDOW_MOST)
-                credits[warp, i] = c
+                read[r * (4 * S) + head * D + i] = c
                 own += c * attended[r * (4 * S) + head * D + i]
+                other = across(c, 1)
+                if lane & 1 == 0:
+                    credits[warp, i >> 1] = int32(c & 0xFFFF | other << 16)
             own = ptx.warp_sum(int32(own))
             cuda.syncwarp()
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + 1, 32):
                 worth, value = int32(0), (base + s) * 3 * S + 2 * S + head * (D // 4)
-                for j in range(D // 4):
-                    word = qkv[value + j]
+                for j in range(0, D // 4, 4):
+                    four = ptx.load4(qkv, value + j)
                     for k in range(4):
-                        worth += credits[warp, 4 * j + k] * byte(word, k)
+                        worth = ptx.dp2a_low(credits[warp, 2 * (j + k)], four[k], worth)
+                        worth = ptx.dp2a_high(credits[warp, 2 * (j + k) + 1], four[k], worth)
                 trial = mul(float32(int32(worth - own)), float32(shares[first + s]))
                 trials[first + s] = trial
                 top = max(top, abs(trial))
@@ -432,44 +441,50 @@ def _attention_kernels(cfg):
         if lane == 0:
             cuda.atomic.max(trial_tops, window * HEADS + head, ptx.float_bits(top))
 
-    def through_attention(y: A32, exponents: A32, tops: A32, qkv: A16, shares: A16, trials: F1, trial_tops: A32,
-                          rope: A32, out: F1):
-        """out float32 [rows, 3 S]: credits of queries and keys before they are turned, and of values. qkv: as pairs.
+    def through_attention(tops: A32, qkv: A16, read: A32, shares: A16, trials: F1, trial_tops: A32, rope: A32, out: F1):
+        """out float32 [rows, 3 S]: credits of queries and keys, turned back, and of values. qkv: as pairs, read too.
         Grid: as loudest_read; a lane has two neighbours, or four."""
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
         base = window * T
         e = exponent(ptx.bits_float(tops[window * HEADS + head]), WINDOW_BITS)
         e_trial = exponent(ptx.bits_float(trial_tops[window * HEADS + head]), WINDOW_BITS)
-        less, less_trial = power(-e), power(-e_trial)
-        of_score, of_value = power(e + e_trial - 12 - SHIFT), power(e - 12)
+        less_trial, of_score, of_value = power(-e_trial), power(e + e_trial - 12 - SHIFT), power(e - 12)
         square = (window * HEADS + head) * T * T
         for t in range(warp, T, WARPS):
-            for pair in range(lane, D // 2, 32):
-                here, r = head * (D // 2) + pair, base + t
+            for pair in range(lane, max(D // 2, 32), 32):
+                here, r = head * (D // 2) + min(pair, D // 2 - 1), base + t
                 q0, q1, k0, k1, v0, v1 = int32(0), int32(0), int32(0), int32(0), int64(0), int64(0)
-                for s in range(t + 1):
-                    g, two = whole(trials[square + t * T + s], less_trial, WINDOW_MOST), int32(
-                        qkv[(base + s) * (6 * S) + 2 * S + here])
-                    q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
-                for s in range(t, T):
-                    g, two = whole(trials[square + s * T + t], less_trial, WINDOW_MOST), int32(
-                        qkv[(base + s) * (6 * S) + here])
-                    k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
-                    unit, part = power(exponents[base + s] - OUT), int32(shares[square + s * T + t])
-                    at = head * D + 2 * pair
-                    v0 = ptx.mad_wide(part, whole(read_credit(y, base + s, at, unit), less, WINDOW_MOST), v0)
-                    v1 = ptx.mad_wide(part, whole(read_credit(y, base + s, at + 1, unit), less, WINDOW_MOST), v1)
-                cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
-                q0, q1 = turned(q0, q1, cos, int32(-sin))
-                k0, k1 = turned(k0, k1, cos, int32(-sin))
-                at = r * (12 * S) + 2 * here
-                out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
-                out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
-                out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
-                out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
-                out[at + 8 * S] = mul(float32(v0), of_value)
-                out[at + 8 * S + 1] = mul(float32(v1), of_value)
+                for start in range(0, t + 1, 32):            # a lane makes a trial whole, and all take it
+                    mine = int32(0)
+                    if start + lane <= t:
+                        mine = whole(trials[square + t * T + start + lane], less_trial, WINDOW_MOST)
+                    for s in range(start, min(start + 32, t + 1)):
+                        g, two = cuda.shfl_sync(0xFFFFFFFF, mine, s - start), int32(
+                            qkv[(base + s) * (6 * S) + 2 * S + here])
+                        q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
+                for start in range(t, T, 32):
+                    mine, part = int32(0), int32(0)
+                    if start + lane < T:
+                        at = square + (start + lane) * T + t
+                        mine, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
+                    for s in range(start, min(start + 32, T)):
+                        g, share_ = cuda.shfl_sync(0xFFFFFFFF, mine, s - start), cuda.shfl_sync(0xFFFFFFFF, part, s - start)
+                        two, credits = int32(qkv[(base + s) * (6 * S) + here]), read[(base + s) * (2 * S) + here]
+                        k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
+                        v0 = ptx.mad_wide(share_, int32(credits << 16) >> 16, v0)
+                        v1 = ptx.mad_wide(share_, credits >> 16, v1)
+                if pair < D // 2:
+                    cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
+                    q0, q1 = turned(q0, q1, cos, int32(-sin))
+                    k0, k1 = turned(k0, k1, cos, int32(-sin))
+                    at = r * (12 * S) + 2 * here
+                    out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
+                    out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
+                    out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
+                    out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
+                    out[at + 8 * S] = mul(float32(v0), of_value)
+                    out[at + 8 * S + 1] = mul(float32(v1), of_value)
 
     return quantise, attend, loudest_read, try_scores, through_attention
 
@@ -576,30 +591,61 @@ def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
     T, WIDTH, SKIP, TARGETS = cfg.SEQ_LEN, cfg.WINDOW, cfg.STATE_TOKENS, cfg.TARGETS
     BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
-    Z, NONE = logit_type(cfg), -2 ** 31
+    SHORT, NONE = logit_type(cfg) is A16, -2 ** 31
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
-    FULL_ERROR = 127 << 16
+    FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
 
-    def errors(z: Z, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A8, result: A64):
-        """out int8 [rows, VS]: the errors of the logits z [.., VS] of rows from `first` on; result[0] += their losses.
-        weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
+    @device
+    def logits_of(z, row, j):
+        """Four logits of a row of words."""
+        if GRU:
+            word = z[row * (VS // 4) + j]
+            return byte(word, 0), byte(word, 1), byte(word, 2), byte(word, 3)
+        if SHORT:
+            two = ptx.load2(z, row * (VS // 2) + 2 * j)
+            return int32(two[0] << 16) >> 16, two[0] >> 16, int32(two[1] << 16) >> 16, two[1] >> 16
+        return ptx.load4(z, row * VS + 4 * j)
+
+    @device
+    def logit_of(z, v):
+        four = logits_of(z, cuda.blockIdx.x, v >> 2)
+        low = four[0] if v & 1 == 0 else four[1]
+        high = four[2] if v & 1 == 0 else four[3]
+        return int32(low if v & 2 == 0 else high)
+
+    @device
+    def within(logit, error):
+        """The error; 0 where a logit is at its limit and cannot follow."""
+        if GRU and (logit == 127 and error > 0 or logit == -127 and error < 0):
+            return int32(0)
+        return error
+
+    def errors(z: A32, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A32, out_bytes: A8, result: A64):
+        """out int8 [rows, VS], also as bytes: the errors of the logits z [.., VS] of rows from `first` on; result[0] +=
+        their losses. weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
         tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
         t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, at = first + cuda.blockIdx.x, cuda.blockIdx.x * VS
+        row, values = first + cuda.blockIdx.x, int32s(4)
         table[t] = exps[t]
         top = int32(NONE)
-        for v in range(t, V, HEAD_BLOCK):
-            top = max(top, int32(z[at + v]))
+        for j in range(t, VS // 4, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            for e in range(4):
+                top = max(top, four[e] if j * 4 + e < V else int32(NONE))
         top = ptx.warp_max(top)
         if lane == 0:
             tops[warp] = top
         cuda.syncthreads()
         for k in range(HEAD_WARPS):
             top = max(top, tops[k])
-        total = int64(0)
-        for v in range(t, V, HEAD_BLOCK):
-            total += table[min(top - z[at + v], 255)]
+        some, total = int32(0), int64(0)
+        for j in range(t, VS // 4, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            some = int32(0)
+            for e in range(4):
+                some += table[min(int32(top - four[e]), int32(255))] if j * 4 + e < V else int32(0)
+            total += some
         total = warp_sum(total)
         if lane == 0:
             sums[warp] = total
@@ -608,33 +654,34 @@ def _head_kernels(cfg):
         for k in range(HEAD_WARPS):
             total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
-        table[t] = share(exps[t], unit)                      # of a distance from the largest logit
+        table[t] = excess(int32(0), share(exps[t], unit), weight)                # of a distance from the largest logit
         cuda.syncthreads()
         window, position = row // T, row % T
         here = window * WIDTH + SKIP + 1
         drawn = here + T + position * (TARGETS - 1) - 1      # the first target is the token that follows
         dither = dither_of(uint32(job[0] + job[1] + uint32(window)), position)
-        for v in range(t, V, HEAD_BLOCK):
-            x = int32(z[at + v])
-            e = error_of(int32(0), table[min(top - x, 255)], weight, dither, v)
-            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
-                e = int32(0)
-            out[row * VS + v] = e
+        for j in range(t, VS // 4, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            for e in range(4):
+                below = table[min(int32(top - four[e]), int32(255))]
+                random = uint32(uint32(dither) + uint32(uint32(STEP) * uint32(j * 4 + e))) & uint32(0xFFFF)
+                error = int32(below + int32(random)) >> 16   # as rules.error says
+                values[e] = within(four[e], error) if j * 4 + e < V else int32(0)
+            out[row * (VS // 4) + j] = pack_bytes(values, 0)
         cuda.syncthreads()
         if t < TARGETS:
             v, wanted = windows[here + position] if t == 0 else windows[drawn + t], int32(0)
             wanted += windows[here + position] == v
             for other in range(1, TARGETS):
                 wanted += windows[drawn + other] == v
-            x = int32(z[at + v])
-            e = error_of(int32(wanted * (FULL_ERROR // TARGETS)), table[min(top - x, 255)], weight, dither, v)
-            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
-                e = int32(0)
-            out[row * VS + v] = e
+            x, share_ = logit_of(z, v), int32(0)
+            share_ = share(exps[min(top - x, 255)], unit)
+            error = error_of(int32(wanted * (FULL_ERROR // TARGETS)), share_, weight, dither, v)
+            out_bytes[row * VS + v] = within(x, error)
         if t == 0:
-            score = int32(z[at + windows[here + position]])
+            score = logit_of(z, windows[here + position])
             for other in range(1, TARGETS):
-                score += z[at + windows[drawn + other]]
+                score += logit_of(z, windows[drawn + other])
             cuda.atomic.add(result, 0, loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS))
 
     return [errors]
@@ -648,8 +695,8 @@ def _credit_kernels(cfg):
     WORDS, S, INNER, S4 = H // 4, wide(H) // 4, H, wide(4 * H) // 4
 
     def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32, by: F1,
-                rows, c: F1, out: A32, out_exponents: A32, counts: A32):
-        """c float32 [rows, 4 S] = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
+                rows, c: A32, out: A32, out_exponents: A32, counts: A32):
+        """c float32 [rows, 4 S], as words, = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
         by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of bits `less`. at:
         of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
         exponents to out_exponents and counts."""
@@ -671,32 +718,35 @@ def _credit_kernels(cfg):
                 along = part if k == 0 else add(along, part)
             along = div(along, float32(max(square, int32(1))))
             mean, factor, top = float32(means[r]), by[r], float32(0)
+            credits, values = cuda.local.array(4, float32), int32s(4)
             for j in range(lane, WORDS, 32):
-                word = n[r * S + j]
+                word, old = n[r * S + j], ptx.load4(c, r * (4 * S) + 4 * j)
+                for k in range(parts):
+                    unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
+                    four = ptx.load4(y, r * y_words + 4 * (k * S + j))
+                    for e in range(4):
+                        part = mul(float32(four[e]), unit)
+                        credits[e] = part if k == 0 else add(credits[e], part)
                 for e in range(4):
-                    credit = float32(0)
-                    for k in range(parts):
-                        unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
-                        part = mul(float32(y[r * y_words + 4 * (k * S + j) + e]), unit)
-                        credit = part if k == 0 else add(credit, part)
-                    credit = sub(credit, mul(along, float32(byte(word, e))))
+                    credit = sub(credits[e], mul(along, float32(byte(word, e))))
                     credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
-                    here = r * (4 * S) + 4 * j + e
-                    credit = mul(add(c[here], credit), factor)
-                    c[here] = credit
+                    credit = mul(add(ptx.bits_float(old[e]), credit), factor)
+                    values[e] = ptx.float_bits(credit)
                     top = max(top, abs(credit))
+                ptx.store4(c, r * (4 * S) + 4 * j, values[0], values[1], values[2], values[3])
             top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
+            e_row = exponent(top, ROW_BITS)
             unit = power(-e_row)
             for j in range(lane, WORDS, 32):
+                four = ptx.load4(c, r * (4 * S) + 4 * j)
                 for e in range(4):
-                    values[e] = whole(c[r * (4 * S) + 4 * j + e], unit, ROW_MOST)
+                    values[e] = whole(ptx.bits_float(four[e]), unit, ROW_MOST)
                 out[r * S + j] = pack_bytes(values, 0)
             note(e_row, top, out_exponents, r, counts, 0)
 
     @device
-    def tried(y, at, unit, trials, word, e):
-        return mul(mul(float32(y[at + e]), unit), float32(trials[byte(word, e) & 255]))
+    def tried(sum_, unit, trials, word, e):
+        return mul(mul(float32(sum_), unit), float32(trials[byte(word, e) & 255]))
 
     def try_inner(y: A32, exponents: A32, shift, less, before: A32, trials: A8, rows, out: A32, out_exponents: A32,
                   counts: A32):
@@ -706,16 +756,16 @@ def _credit_kernels(cfg):
         if r < rows:
             top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
             for j in range(lane, INNER, 32):
-                word = before[r * S4 + j]
+                word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
                 for e in range(4):
-                    top = max(top, abs(tried(y, (r * S4 + j) * 4, unit, trials, word, e)))
+                    top = max(top, abs(tried(four[e], unit, trials, word, e)))
             top = top_of(top)
             e_row, values = exponent(top, ROW_BITS), int32s(4)
             scale = power(-e_row)
             for j in range(lane, INNER, 32):
-                word = before[r * S4 + j]
+                word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
                 for e in range(4):
-                    values[e] = whole(tried(y, (r * S4 + j) * 4, unit, trials, word, e), scale, ROW_MOST)
+                    values[e] = whole(tried(four[e], unit, trials, word, e), scale, ROW_MOST)
                 out[r * S4 + j] = pack_bytes(values, 0)
             note(e_row, top, out_exponents, r, counts, 0)
 
@@ -768,9 +818,9 @@ def _vote_kernels(cfg):
     ALPHA = units.alpha(cfg)
 
     @device
-    def of_chunk(x, e, top):
-        """A credit with its row's exponent as an operand of votes, with that of the chunk."""
-        return whole(float32(x), power(e - top), 127)
+    def of_chunk(x, unit):
+        """A credit as an operand of votes, with the exponent of the chunk; unit: 2^(that of its row, less this)."""
+        return whole(float32(x), unit, 127)
 
     def spread(source: A32, words, first, units_, exponents: A32, at, tops: A32, part, rows, row, operand_rows,
                operand: A32):
@@ -787,9 +837,9 @@ def _vote_kernels(cfg):
                 if n + e < rows:
                     word = source[(n + e) * words + first + quad]
                     if part >= 0:
-                        mine, top = exponents[at + n + e], tops[part]
-                        word = pack4(of_chunk(byte(word, 0), mine, top), of_chunk(byte(word, 1), mine, top),
-                                     of_chunk(byte(word, 2), mine, top), of_chunk(byte(word, 3), mine, top))
+                        unit = power(exponents[at + n + e] - tops[part])
+                        word = pack4(of_chunk(byte(word, 0), unit), of_chunk(byte(word, 1), unit),
+                                     of_chunk(byte(word, 2), unit), of_chunk(byte(word, 3), unit))
                     word_of[e] = word
             turned = turn4(word_of)
             for e in range(4):
@@ -801,7 +851,7 @@ def _vote_kernels(cfg):
         i = cuda.grid(1)
         r, unit = i // H, i % H
         if r < rows:
-            v = of_chunk(int32(c[r * S + unit]), exponents[r], tops[0])
+            v = of_chunk(int32(c[r * S + unit]), power(exponents[r] - tops[0]))
             if TIED:
                 v = nearest(mul(float32(v), power(max(min(tops[0], int32(MOST)), int32(LEAST)))))
             if v != 0:
@@ -814,7 +864,7 @@ def _vote_kernels(cfg):
         i = cuda.grid(1)
         unit, block, total = i % H, i // H, int32(0)
         for r in range(block * 64, min(block * 64 + 64, rows)):
-            total += of_chunk(int32(c[r * (4 * words) + first + unit]), exponents[at + r], tops[part])
+            total += of_chunk(int32(c[r * (4 * words) + first + unit]), power(exponents[at + r] - tops[part]))
         if total != 0:
             cuda.atomic.add(votes, to + unit, total)
 
@@ -890,7 +940,7 @@ class Trials:
             counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
             qkv=(1 if self.gru else L * R * 3 * S, np.int8), shares=(1 if self.gru else L * squares, np.int16),
             attended=(1 if self.gru else L * R * S, np.int8), qkv_scales=(1 if self.gru else L * 3 * R, np.float32),
-            trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
+            read=(1 if self.gru else R * S, np.int16), trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
             gates=(R * 2 * S if self.gru else 1, np.int8), kept=(4 * L * R * S if self.gru else 1, np.int8),
             states=(cfg.CHUNK_SIZE * cfg.HIDDEN_DIM * L if self.gru else 1, np.int8),
             operand=((self.VS + 8 * S) * (blocks(self.rows, SPLIT) + 1) * SPLIT // 4, np.int32),
@@ -917,10 +967,6 @@ class Trials:
         self._totals, digits = a.result[:1 + len(self._tensors)], a.result[1 + len(self._tensors):].view(np.uint8)
         self._digits = digits[:steps.packed_size(cfg.CHUNK_DIGITS)]
         self._tiles = {}
-
-    def _pairs(self, z):
-        """Logits as the kernel of the product writes them."""
-        return z.view(np.int16 if self.gru else np.int32)
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
@@ -1052,7 +1098,7 @@ class Trials:
         self._embed(skip, n)
         for layer in range(cfg.N_LAYERS):
             self._read_norm(2 * layer, "ln_1", layer)
-            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int16), 2 * self.S,
+            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32), 2 * self.S,
                           columns=2 * self.S)
             matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
             biases = (named[name, layer].weights for name in ("b_f", "b_h"))
@@ -1073,9 +1119,9 @@ class Trials:
         every = self._count
         for first in range(0, every, HEAD_ROWS):
             self._count = min(HEAD_ROWS, every - first)
-            self._product("logits", normed[first * self.S:], self.S, head, self._pairs(a.z), self.VS)
-            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z, first, self._windows, job,
-                                   self.tables.exps, a.weights, a.errors, a.result)
+            self._product("logits", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
+            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
+                                   self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.result)
         self._count = every
         self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
         self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
@@ -1119,7 +1165,7 @@ class Trials:
         a = self.arrays
         self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
                    int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
-                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c,
+                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c.view(np.int32),
                    a.credits.view(np.int32), a.exponents, a.counts)
         self._loudest(1)
 
@@ -1166,8 +1212,9 @@ class Trials:
         self._product("product", a.credits, self.S, out, a.y, self.S, back=True)
         cuda.cudadrv.driver.device_memset(a.window_tops, 0, a.window_tops.nbytes, self._stream)
         self._heads("loudest_read", a.y, a.exponents, tops)
-        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.trials, trial_tops)
-        self._heads("through_attention", a.y, a.exponents, tops, qkv.view(np.int16), shares, a.trials, trial_tops,
+        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.read, a.trials,
+                    trial_tops)
+        self._heads("through_attention", tops, qkv.view(np.int16), a.read.view(np.int32), shares, a.trials, trial_tops,
                     self.tables.rope, a.parts)
         self._side_by_side("qkv", layer, 1 + 2 * layer, self._part("qkv_scales", layer, 3 * self.padded))
 
