@@ -30,6 +30,7 @@ HEAD_BLOCK = 256             # threads for the logits of a position
 HEAD_WARPS = 8
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
+TURNS = 8                    # rows of a warp of a block that has a histogram: few blocks add to that of all
 A16 = types.Array(int16, 1, "C")
 add, sub = TARGET.add, TARGET.sub
 mul, div = TARGET.mul, TARGET.div
@@ -81,12 +82,34 @@ def turn4(x):
 
 
 @device
-def note(e, top, exponents, at, counts, first):
-    """Notes the exponent of a row of credits, one lane of its warp."""
+def note(e, top, exponents, at, here):
+    """Notes the exponent of a row of credits, one lane of its warp. here: the histogram of the block."""
     if cuda.threadIdx.x & 31 == 0:
         exponents[at] = e
         if top > float32(0):
-            cuda.atomic.add(counts, first + e + units.EXPONENTS, 1)
+            cuda.atomic.add(here, e + units.EXPONENTS, 1)
+
+
+@device
+def add_counts(here, counts, first):
+    """The histogram of the block is added to that of all, from counts[first] on."""
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, BINS, BLOCK):
+        if here[i] > 0:
+            cuda.atomic.add(counts, first + i, here[i])
+
+
+@device
+def cleared(here):
+    for i in range(cuda.threadIdx.x, BINS, BLOCK):
+        here[i] = 0
+    cuda.syncthreads()
+    return here
+
+
+@device
+def row_of_turn(turn):
+    return (cuda.blockIdx.x * TURNS + turn) * WARPS + (cuda.threadIdx.x >> 5)
 
 
 def build(cfg, wgmma):
@@ -379,7 +402,8 @@ def _attention_kernels(cfg):
             for d in range(DIMENSIONS):
                 at, read = (base * 3 + 2) * (4 * S) + head * D + 32 * d + lane, int64(0)
                 for s in range(t + 1):
-                    read = ptx.mad_wide(scores[warp, s], int32(values[at + s * (12 * S)]), read)
+                    read = ptx.mad_wide(scores[warp, s], int32(values[at]), read)
+                    at += 12 * S
                 attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(read) / float64(total)))
             cuda.syncwarp()
 
@@ -431,8 +455,8 @@ def _attention_kernels(cfg):
                 for j in range(0, D // 4, 4):
                     four = ptx.load4(qkv, value + j)
                     for k in range(4):
-                        worth = ptx.dp2a_low(credits[warp, 2 * (j + k)], four[k], worth)
-                        worth = ptx.dp2a_high(credits[warp, 2 * (j + k) + 1], four[k], worth)
+                        worth += ptx.dp2a_low(credits[warp, 2 * (j + k)], four[k])
+                        worth += ptx.dp2a_high(credits[warp, 2 * (j + k) + 1], four[k])
                 trial = mul(float32(int32(worth - own)), float32(shares[first + s]))
                 trials[first + s] = trial
                 top = max(top, abs(trial))
@@ -459,18 +483,21 @@ def _attention_kernels(cfg):
                     mine = int32(0)
                     if start + lane <= t:
                         mine = whole(trials[square + t * T + start + lane], less_trial, WINDOW_MOST)
-                    for s in range(start, min(start + 32, t + 1)):
-                        g, two = cuda.shfl_sync(0xFFFFFFFF, mine, s - start), int32(
-                            qkv[(base + s) * (6 * S) + 2 * S + here])
+                    at_key = (base + start) * (6 * S) + 2 * S + here
+                    for s in range(min(32, t + 1 - start)):
+                        g, two = cuda.shfl_sync(0xFFFFFFFF, mine, s), int32(qkv[at_key])
                         q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
+                        at_key += 6 * S
                 for start in range(t, T, 32):
                     mine, part = int32(0), int32(0)
                     if start + lane < T:
                         at = square + (start + lane) * T + t
                         mine, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
-                    for s in range(start, min(start + 32, T)):
-                        g, share_ = cuda.shfl_sync(0xFFFFFFFF, mine, s - start), cuda.shfl_sync(0xFFFFFFFF, part, s - start)
-                        two, credits = int32(qkv[(base + s) * (6 * S) + here]), read[(base + s) * (2 * S) + here]
+                    at_query, at_read = (base + start) * (6 * S) + here, (base + start) * (2 * S) + here
+                    for s in range(min(32, T - start)):
+                        g, share_ = cuda.shfl_sync(0xFFFFFFFF, mine, s), cuda.shfl_sync(0xFFFFFFFF, part, s)
+                        two, credits = int32(qkv[at_query]), read[at_read]
+                        at_query, at_read = at_query + 6 * S, at_read + 2 * S
                         k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
                         v0 = ptx.mad_wide(share_, int32(credits << 16) >> 16, v0)
                         v1 = ptx.mad_wide(share_, credits >> 16, v1)
@@ -591,7 +618,7 @@ def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
     T, WIDTH, SKIP, TARGETS = cfg.SEQ_LEN, cfg.WINDOW, cfg.STATE_TOKENS, cfg.TARGETS
     BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
-    SHORT, NONE = logit_type(cfg) is A16, -2 ** 31
+    SHORT, NONE, QUADS, RAGGED = logit_type(cfg) is A16, -2 ** 31, blocks(V, 4), V % 4 != 0
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
     FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
 
@@ -607,6 +634,11 @@ def _head_kernels(cfg):
         return ptx.load4(z, row * VS + 4 * j)
 
     @device
+    def below(top, logit):
+        """Where the table has a logit."""
+        return uint32(min(uint32(int32(top - logit)), uint32(255)))
+
+    @device
     def logit_of(z, v):
         four = logits_of(z, cuda.blockIdx.x, v >> 2)
         low = four[0] if v & 1 == 0 else four[1]
@@ -620,19 +652,20 @@ def _head_kernels(cfg):
             return int32(0)
         return error
 
-    def errors(z: A32, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A32, out_bytes: A8, result: A64):
-        """out int8 [rows, VS], also as bytes: the errors of the logits z [.., VS] of rows from `first` on; result[0] +=
-        their losses. weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
+    def errors(z: A32, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A32, out_bytes: A8, losses: A64):
+        """out int8 [rows, VS], also as bytes: the errors of the logits z [.., VS] of rows from `first` on; losses
+        int64 [rows]: theirs. weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
         tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
         t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row, values = first + cuda.blockIdx.x, int32s(4)
         table[t] = exps[t]
         top = int32(NONE)
-        for j in range(t, VS // 4, HEAD_BLOCK):
+        for j in range(t, QUADS, HEAD_BLOCK):
             four = logits_of(z, cuda.blockIdx.x, j)
             for e in range(4):
-                top = max(top, four[e] if j * 4 + e < V else int32(NONE))
+                if not RAGGED or j * 4 + e < V:
+                    top = max(top, four[e])
         top = ptx.warp_max(top)
         if lane == 0:
             tops[warp] = top
@@ -640,11 +673,12 @@ def _head_kernels(cfg):
         for k in range(HEAD_WARPS):
             top = max(top, tops[k])
         some, total = int32(0), int64(0)
-        for j in range(t, VS // 4, HEAD_BLOCK):
+        for j in range(t, QUADS, HEAD_BLOCK):
             four = logits_of(z, cuda.blockIdx.x, j)
             some = int32(0)
             for e in range(4):
-                some += table[min(int32(top - four[e]), int32(255))] if j * 4 + e < V else int32(0)
+                if not RAGGED or j * 4 + e < V:
+                    some = int32(some + table[below(top, four[e])])
             total += some
         total = warp_sum(total)
         if lane == 0:
@@ -660,13 +694,13 @@ def _head_kernels(cfg):
         here = window * WIDTH + SKIP + 1
         drawn = here + T + position * (TARGETS - 1) - 1      # the first target is the token that follows
         dither = dither_of(uint32(job[0] + job[1] + uint32(window)), position)
-        for j in range(t, VS // 4, HEAD_BLOCK):
+        for j in range(t, QUADS, HEAD_BLOCK):
             four = logits_of(z, cuda.blockIdx.x, j)
+            first_random = uint32(uint32(dither) + uint32(uint32(4 * STEP) * uint32(j)))
             for e in range(4):
-                below = table[min(int32(top - four[e]), int32(255))]
-                random = uint32(uint32(dither) + uint32(uint32(STEP) * uint32(j * 4 + e))) & uint32(0xFFFF)
-                error = int32(below + int32(random)) >> 16   # as rules.error says
-                values[e] = within(four[e], error) if j * 4 + e < V else int32(0)
+                random = uint32(first_random + uint32(STEP * e)) & uint32(0xFFFF)
+                error = int32(table[below(top, four[e])] + int32(random)) >> 16      # as rules.error says
+                values[e] = within(four[e], error) if not RAGGED or j * 4 + e < V else int32(0)
             out[row * (VS // 4) + j] = pack_bytes(values, 0)
         cuda.syncthreads()
         if t < TARGETS:
@@ -682,9 +716,18 @@ def _head_kernels(cfg):
             score = logit_of(z, windows[here + position])
             for other in range(1, TARGETS):
                 score += logit_of(z, windows[drawn + other])
-            cuda.atomic.add(result, 0, loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS))
+            losses[row] = loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS)
 
-    return [errors]
+    def add_losses(losses: A64, rows, result: A64):
+        """result[0] += all losses. A thread four of them."""
+        i, total = 4 * cuda.grid(1), int64(0)
+        for k in range(i, min(i + 4, rows)):
+            total += losses[k]
+        total = warp_sum(total)
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(result, 0, total)
+
+    return errors, add_losses
 
 
 # --- credits ----------------------------------------------------------------------------------------------------------
@@ -700,49 +743,52 @@ def _credit_kernels(cfg):
         by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of bits `less`. at:
         of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
         exponents to out_exponents and counts."""
-        r, lane = row_of_warp(), cuda.threadIdx.x & 31
-        if r < rows:
-            along, square = float32(0), int32(0)
-            for j in range(lane, WORDS, 32):
-                word = n[r * S + j]
-                square = ptx.dp4a(word, word, square)
-            square = ptx.warp_sum(square)
-            for k in range(parts):
-                total = int64(0)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
+            if r < rows:
+                along, square = float32(0), int32(0)
                 for j in range(lane, WORDS, 32):
-                    word, four = n[r * S + j], ptx.load4(y, r * y_words + 4 * (k * S + j))
-                    for e in range(4):
-                        total = ptx.mad_wide(byte(word, e), four[e], total)
-                part = mul(float32(warp_sum(total)), mul(power(exponents[k * padded + r] - shift),
-                                                         ptx.bits_float(int32(less))))
-                along = part if k == 0 else add(along, part)
-            along = div(along, float32(max(square, int32(1))))
-            mean, factor, top = float32(means[r]), by[r], float32(0)
-            credits, values = cuda.local.array(4, float32), int32s(4)
-            for j in range(lane, WORDS, 32):
-                word, old = n[r * S + j], ptx.load4(c, r * (4 * S) + 4 * j)
+                    word = n[r * S + j]
+                    square = ptx.dp4a(word, word, square)
+                square = ptx.warp_sum(square)
                 for k in range(parts):
-                    unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
-                    four = ptx.load4(y, r * y_words + 4 * (k * S + j))
+                    total = int64(0)
+                    for j in range(lane, WORDS, 32):
+                        word, four = n[r * S + j], ptx.load4(y, r * y_words + 4 * (k * S + j))
+                        for e in range(4):
+                            total = ptx.mad_wide(byte(word, e), four[e], total)
+                    part = mul(float32(warp_sum(total)), mul(power(exponents[k * padded + r] - shift),
+                                                             ptx.bits_float(int32(less))))
+                    along = part if k == 0 else add(along, part)
+                along = div(along, float32(max(square, int32(1))))
+                mean, factor, top = float32(means[r]), by[r], float32(0)
+                credits, values = cuda.local.array(4, float32), int32s(4)
+                for j in range(lane, WORDS, 32):
+                    word, old = n[r * S + j], ptx.load4(c, r * (4 * S) + 4 * j)
+                    for k in range(parts):
+                        unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
+                        four = ptx.load4(y, r * y_words + 4 * (k * S + j))
+                        for e in range(4):
+                            part = mul(float32(four[e]), unit)
+                            credits[e] = part if k == 0 else add(credits[e], part)
                     for e in range(4):
-                        part = mul(float32(four[e]), unit)
-                        credits[e] = part if k == 0 else add(credits[e], part)
-                for e in range(4):
-                    credit = sub(credits[e], mul(along, float32(byte(word, e))))
-                    credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
-                    credit = mul(add(ptx.bits_float(old[e]), credit), factor)
-                    values[e] = ptx.float_bits(credit)
-                    top = max(top, abs(credit))
-                ptx.store4(c, r * (4 * S) + 4 * j, values[0], values[1], values[2], values[3])
-            top = top_of(top)
-            e_row = exponent(top, ROW_BITS)
-            unit = power(-e_row)
-            for j in range(lane, WORDS, 32):
-                four = ptx.load4(c, r * (4 * S) + 4 * j)
-                for e in range(4):
-                    values[e] = whole(ptx.bits_float(four[e]), unit, ROW_MOST)
-                out[r * S + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, r, counts, 0)
+                        credit = sub(credits[e], mul(along, float32(byte(word, e))))
+                        credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
+                        credit = mul(add(ptx.bits_float(old[e]), credit), factor)
+                        values[e] = ptx.float_bits(credit)
+                        top = max(top, abs(credit))
+                    ptx.store4(c, r * (4 * S) + 4 * j, values[0], values[1], values[2], values[3])
+                top = top_of(top)
+                e_row = exponent(top, ROW_BITS)
+                unit = power(-e_row)
+                for j in range(lane, WORDS, 32):
+                    four = ptx.load4(c, r * (4 * S) + 4 * j)
+                    for e in range(4):
+                        values[e] = whole(ptx.bits_float(four[e]), unit, ROW_MOST)
+                    out[r * S + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, r, here)
+        add_counts(here, counts, 0)
 
     @device
     def tried(sum_, unit, trials, word, e):
@@ -752,40 +798,46 @@ def _credit_kernels(cfg):
                   counts: A32):
         """out int8 [rows, 4 S4]: the credits of the inner values of an MLP, from y int32 [rows, 4 S4]; the others: see
         descend."""
-        r, lane = row_of_warp(), cuda.threadIdx.x & 31
-        if r < rows:
-            top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
-            for j in range(lane, INNER, 32):
-                word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
-                for e in range(4):
-                    top = max(top, abs(tried(four[e], unit, trials, word, e)))
-            top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
-            scale = power(-e_row)
-            for j in range(lane, INNER, 32):
-                word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
-                for e in range(4):
-                    values[e] = whole(tried(four[e], unit, trials, word, e), scale, ROW_MOST)
-                out[r * S4 + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, r, counts, 0)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
+            if r < rows:
+                top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
+                for j in range(lane, INNER, 32):
+                    word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
+                    for e in range(4):
+                        top = max(top, abs(tried(four[e], unit, trials, word, e)))
+                top = top_of(top)
+                e_row, values = exponent(top, ROW_BITS), int32s(4)
+                scale = power(-e_row)
+                for j in range(lane, INNER, 32):
+                    word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
+                    for e in range(4):
+                        values[e] = whole(tried(four[e], unit, trials, word, e), scale, ROW_MOST)
+                    out[r * S4 + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, r, here)
+        add_counts(here, counts, 0)
 
     def as_rows(c: F1, parts, by: F1, padded, rows, out: A32, out_exponents: A32, counts: A32):
         """out int8 [rows, parts S], out_exponents [parts, padded]: credits c float32 [rows, 4 parts S] times by [parts,
         padded]. Grid: [rows / WARPS, parts]."""
-        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
-        if r < rows:
-            factor, top, first = by[part * padded + r], float32(0), (r * parts + part) * S
-            for j in range(lane, WORDS, 32):
-                for e in range(4):
-                    top = max(top, abs(mul(c[4 * (first + j) + e], factor)))
-            top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
-            unit = power(-e_row)
-            for j in range(lane, WORDS, 32):
-                for e in range(4):
-                    values[e] = whole(mul(c[4 * (first + j) + e], factor), unit, ROW_MOST)
-                out[first + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, part * padded + r, counts, part * BINS)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane, part = row_of_turn(turn), cuda.threadIdx.x & 31, cuda.blockIdx.y
+            if r < rows:
+                factor, top, first = by[part * padded + r], float32(0), (r * parts + part) * S
+                for j in range(lane, WORDS, 32):
+                    for e in range(4):
+                        top = max(top, abs(mul(c[4 * (first + j) + e], factor)))
+                top = top_of(top)
+                e_row, values = exponent(top, ROW_BITS), int32s(4)
+                unit = power(-e_row)
+                for j in range(lane, WORDS, 32):
+                    for e in range(4):
+                        values[e] = whole(mul(c[4 * (first + j) + e], factor), unit, ROW_MOST)
+                    out[first + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, part * padded + r, here)
+        add_counts(here, counts, cuda.blockIdx.y * BINS)
 
     def loudest(counts: A32, tops: A32):
         """tops[part]: units.loudest of the histogram counts[part], which it clears. Grid: parts, of BINS threads."""
@@ -826,24 +878,31 @@ def _vote_kernels(cfg):
                operand: A32):
         """Operand rows from `row` on of the columns of source int8 [rows, words], `units_` from word `first` on. part:
         the number in `tops` of credits, whose exponents begin at exponents[at]; -1: of inputs, which stay as they are.
-        A thread four columns of four positions, a warp 32 columns of 16 positions."""
-        i, lane = cuda.grid(1) >> 5, cuda.threadIdx.x & 31
-        groups = (units_ + 31) // 32
-        quad, n = (i % groups) * 8 + (lane >> 3) * 2 + (lane & 1), (i // groups) * 16 + ((lane >> 1) & 3) * 4
-        if quad * 4 < units_ and n < (rows + 63) // 64 * 64:
-            word_of = int32s(4)
+        A block 128 columns of 64 positions. Grid: [columns / 128, positions / 64]."""
+        turned_words = cuda.shared.array((16, 132), int32)   # core matrices of eight columns, and a gap
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        quad, n = cuda.blockIdx.x * 32 + lane, cuda.blockIdx.y * 64 + warp * 16
+        word_of = int32s(4)
+        for q in range(4):
             for e in range(4):
+                here = n + 4 * q + e
                 word_of[e] = 0
-                if n + e < rows:
-                    word = source[(n + e) * words + first + quad]
+                if here < rows and quad * 4 < units_:
+                    word = source[here * words + first + quad]
                     if part >= 0:
-                        unit = power(exponents[at + n + e] - tops[part])
+                        unit = power(exponents[at + here] - tops[part])
                         word = pack4(of_chunk(byte(word, 0), unit), of_chunk(byte(word, 1), unit),
                                      of_chunk(byte(word, 2), unit), of_chunk(byte(word, 3), unit))
                     word_of[e] = word
             turned = turn4(word_of)
             for e in range(4):
-                operand[place(operand_rows, row + quad * 4 + e, n)] = turned[e]
+                turned_words[lane >> 1, warp * 32 + (lane & 1) * 16 + e * 4 + q] = turned[e]
+        cuda.syncthreads()
+        for k in range(4):
+            group, piece = 4 * k + warp, lane * 4
+            to = place(operand_rows, row + cuda.blockIdx.x * 128 + group * 8, cuda.blockIdx.y * 64) + piece
+            ptx.store4(operand, to, turned_words[group, piece], turned_words[group, piece + 1],
+                       turned_words[group, piece + 2], turned_words[group, piece + 3])
 
     def token_votes(c: A8, exponents: A32, tops: A32, windows: A32, rows, at, votes: A32):
         """Adds credits c int8 [rows, S] to the votes of the columns of the tokens that were read, canonical from
@@ -935,7 +994,7 @@ class Trials:
             packed=(self.packed_bytes, np.int8), h=(R * S, np.int8), normed=(norms * R * S, np.int8),
             means=(norms * R, np.int32), before=(mlps * R * self.S4, np.int8), inner=(mlps * R * self.S4, np.int8),
             scales=((mlps + L) * R, np.float32), ones=(per * R, np.float32), y=(R * max(per * S, self.S4), np.int32),
-            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), c=(R * S, np.float32),
+            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), losses=(R, np.int64), c=(R * S, np.float32),
             credits=(R * max(per * S, self.S4), np.int8), exponents=(per * R, np.int32), zeros=(R, np.int32),
             counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
             qkv=(1 if self.gru else L * R * 3 * S, np.int8), shares=(1 if self.gru else L * squares, np.int16),
@@ -977,9 +1036,9 @@ class Trials:
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
         self.kernels[name]((blocks(work, threads), high), threads, self._stream, *arguments)
 
-    def _rows(self, name, *arguments, high=1):
-        """A kernel with a warp a row."""
-        self.kernels[name]((blocks(self._count, WARPS), high), BLOCK, self._stream, *arguments)
+    def _rows(self, name, *arguments, high=1, turns=1):
+        """A kernel with a warp for a row, or for `turns` rows."""
+        self.kernels[name]((blocks(self._count, WARPS * turns), high), BLOCK, self._stream, *arguments)
 
     def pack(self, stream, weights):
         self._stream, packed = stream, self.arrays.packed.view(np.int32)
@@ -1121,8 +1180,9 @@ class Trials:
             self._count = min(HEAD_ROWS, every - first)
             self._product("logits", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
             self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
-                                   self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.result)
+                                   self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.losses)
         self._count = every
+        self._launch("add_losses", blocks(every, 4), a.losses, every, a.result)
         self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
         self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
 
@@ -1148,9 +1208,9 @@ class Trials:
         at = 0
 
         def spread(source, width, first, columns, exponents, part, row):
-            self._launch("spread", blocks(columns, 32) * blocks(self._count, 64) * 4 * 32, source.view(np.int32),
-                         width // 4, first // 4, columns, a.exponents, exponents, a.tops, part, self._count, row,
-                         operand_rows, a.operand)
+            self.kernels["spread"]((blocks(columns, 128), blocks(self._count, 64)), BLOCK, self._stream,
+                                   source.view(np.int32), width // 4, first // 4, columns, a.exponents, exponents,
+                                   a.tops, part, self._count, row, operand_rows, a.operand)
 
         for t, credits, width, first, exponents, part in groups:
             spread(credits, width, first, wide(t.cols) if part < 0 else t.cols, exponents, part, at)
@@ -1166,7 +1226,7 @@ class Trials:
         self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
                    int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
                    self._normed(number).view(np.int32), self._means(number), by, self._count, a.c.view(np.int32),
-                   a.credits.view(np.int32), a.exponents, a.counts)
+                   a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
 
     def _loudest(self, parts):
@@ -1180,7 +1240,7 @@ class Trials:
         self._vote([(down, a.credits, self.S, 0, 0, 0)], inner, self.S4)
         self._product("product", a.credits, self.S, down, a.y, self.S4, back=True)
         self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, self._reciprocal(divisors[1]), before.view(np.int32),
-                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts)
+                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
         self._vote([(up, a.credits, self.S4, 0, 0, 0)], self._normed(norm), self.S)
         self._product("product", a.credits, self.S4, up, a.y, self.S, back=True)
@@ -1224,7 +1284,7 @@ class Trials:
         a, parts, S = self.arrays, len(names), self.S
         matrices = [self._named["w_" + name, layer] for name in names]
         self._rows("as_rows", a.parts, parts, by, self.padded, self._count, a.credits.view(np.int32), a.exponents,
-                   a.counts, high=parts)
+                   a.counts, high=parts, turns=TURNS)
         self._loudest(parts)
         self._vote([(t, a.credits, parts * S, k * S, k * self.padded, k) for k, t in enumerate(matrices)],
                    self._normed(norm), S)
