@@ -19,7 +19,7 @@ from kernels.host import Kernel
 from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
 from kernels.rules import NORMS, TARGET, device
-from kernels.tiles import SHARED, THREADS, TILE, tile_functions
+from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import SPLIT, place, products_kernel, vote_index
 from model import integer_tables, parameters, rules, steps, units
@@ -30,13 +30,14 @@ HEAD_BLOCK = 256             # threads for the logits of a position
 HEAD_WARPS = 8
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
+TURNS = 8                    # rows of a warp of a block that has a histogram: few blocks add to that of all
 A16 = types.Array(int16, 1, "C")
 add, sub = TARGET.add, TARGET.sub
 mul, div = TARGET.mul, TARGET.div
 nearest = TARGET.nearest
 RULES = rules.unit_rules(device, TARGET)
-attention_share, share_unit, share = RULES.attention_share, RULES.share_unit, RULES.share
-dither_of, error_of = RULES.dither_of, RULES.error
+share_unit, share = RULES.share_unit, RULES.share
+dither_of, error_of, excess = RULES.dither_of, RULES.error, RULES.excess
 exponent, power, whole = RULES.exponent, RULES.power, RULES.whole
 least_vote = rules.vote_rules(device).least_vote
 quotient, normed = NORMS.quotient, NORMS.normed
@@ -81,12 +82,34 @@ def turn4(x):
 
 
 @device
-def note(e, top, exponents, at, counts, first):
-    """Notes the exponent of a row of credits, one lane of its warp."""
+def note(e, top, exponents, at, here):
+    """Notes the exponent of a row of credits, one lane of its warp. here: the histogram of the block."""
     if cuda.threadIdx.x & 31 == 0:
         exponents[at] = e
         if top > float32(0):
-            cuda.atomic.add(counts, first + e + units.EXPONENTS, 1)
+            cuda.atomic.add(here, e + units.EXPONENTS, 1)
+
+
+@device
+def add_counts(here, counts, first):
+    """The histogram of the block is added to that of all, from counts[first] on."""
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, BINS, BLOCK):
+        if here[i] > 0:
+            cuda.atomic.add(counts, first + i, here[i])
+
+
+@device
+def cleared(here):
+    for i in range(cuda.threadIdx.x, BINS, BLOCK):
+        here[i] = 0
+    cuda.syncthreads()
+    return here
+
+
+@device
+def row_of_turn(turn):
+    return (cuda.blockIdx.x * TURNS + turn) * WARPS + (cuda.threadIdx.x >> 5)
 
 
 def build(cfg, wgmma):
@@ -101,6 +124,19 @@ def build(cfg, wgmma):
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
+@device
+def packed_row(c):
+    """Where the row of column c of a product is packed: so that a thread's four sums of 16 columns are neighbours."""
+    return c & ~15 | (c & 2) << 2 | c >> 1 & 6 | c & 1
+
+
+@device
+def packed_word(c, j, words):
+    """Where word j of the row of column c is packed, of rows of `words`: in core matrices of eight rows by 16 bytes."""
+    row = packed_row(c)
+    return (row >> 3) * (8 * words) + (j >> 2) * 32 + (row & 7) * 4 + (j & 3)
+
+
 def _pack_kernel():
     def pack(weights: A32, source, rows, cols, packed: A32, forward, forward_words, back, back_words):
         """A canonical matrix [rows / 4, cols, 4], from word `source` on, as a row for every output from word `forward`
@@ -113,10 +149,10 @@ def _pack_kernel():
                 words[e] = 0
                 if c4 * 4 + e < cols:
                     words[e] = weights[source + r4 * cols + c4 * 4 + e]
-                    packed[forward + (c4 * 4 + e) * forward_words + r4] = words[e]
+                    packed[forward + packed_word(c4 * 4 + e, r4, forward_words)] = words[e]
             turned = turn4(words)
             for e in range(4):
-                packed[back + (r4 * 4 + e) * back_words + c4] = turned[e]
+                packed[back + packed_word(r4 * 4 + e, c4, back_words)] = turned[e]
 
     @device
     def blocks_of(cols):
@@ -129,11 +165,11 @@ def _product_kernels(cfg, wgmma):
     """out = x . w over rows of x and of w; x_words, w_words: of a row; `deep` stages of a row are multiplied. Grid:
     [rows of w / TILE, rows of x / TILE]."""
     tile = tile_functions(wgmma)
-    TALL, WIDE, SUMS, APART = tile.TALL, tile.WIDE, tile.SUMS, tile.APART
+    TALL, SUMS, APART = tile.TALL, tile.SUMS, tile.APART
     accumulate, corner = tile.accumulate, tile.corner
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     DIVISOR, LOGIT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
-    SHORT, PAIRS = logit_type(cfg) is A16, A16 if GRU else A32
+    SHORT = logit_type(cfg) is A16
 
     @device
     def sums(acc, x, x_words, w, w_at, w_words, deep):
@@ -143,10 +179,10 @@ def _product_kernels(cfg, wgmma):
             for j in range(SUMS):
                 acc[i, j] = 0
         x_at = (cuda.blockIdx.y * TILE + group * 8 + lane_row) * x_words + lane_word
-        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8 + lane_row) * w_words + lane_word
-        accumulate(acc, x, x_at, 8 * x_words, w, w_here, 8 * w_words, 16, deep)
+        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8) * w_words + (t & 31) * 4
+        accumulate(acc, x, x_at, 8 * x_words, DEPTH // 4, w, w_here, 8 * w_words, DEPTH * 2, deep)
         p, s = corner()
-        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + s
+        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + (s & ~15) + 2 * (s & 6)
 
     @device
     def divided(y):
@@ -159,35 +195,39 @@ def _product_kernels(cfg, wgmma):
         for i in range(TALL):
             for half in range(2):
                 at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(WIDE):
-                    ptx.store2(out, at + 8 * j, acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1])
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    ptx.store4(out, at + 2 * j, acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5])
 
-    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: PAIRS, out_words):
-        """out [rows, out_words]: logits, of the type of logit_type, as pairs."""
+    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+        """out [rows, out_words]: logits, of the type of logit_type, as words."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
             for half in range(2):
                 at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(WIDE):
-                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    a, b, c, d = acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5]
                     if GRU:
-                        out[(at >> 1) + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+                        out[(at + 2 * j) >> 2] = pack4(divided(a), divided(b), divided(c), divided(d))
                     elif SHORT:
-                        out[(at >> 1) + 4 * j] = int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16)
+                        ptx.store2(out, (at + 2 * j) >> 1, int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16),
+                                   int32(c >> LOGIT & 0xFFFF | d >> LOGIT << 16))
                     else:
-                        ptx.store2(out, at + 8 * j, a >> LOGIT, b >> LOGIT)
+                        ptx.store4(out, at + 2 * j, a >> LOGIT, b >> LOGIT, c >> LOGIT, d >> LOGIT)
 
-    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A16, out_words):
-        """out int8 [rows, out_words], as pairs: quotients of the recurrent model."""
+    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+        """out int8 [rows, out_words], as words: quotients of the recurrent model."""
         acc = cuda.local.array((TALL, SUMS), int32)
         row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
         for i in range(TALL):
             for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col >> 1
-                for j in range(WIDE):
-                    a, b = acc[i, 4 * j + 2 * half], acc[i, 4 * j + 2 * half + 1]
-                    out[at + 4 * j] = int16(divided(a) & 255 | divided(b) << 8)
+                at = (row + APART * i + 8 * half) * out_words + col
+                for j in range(0, SUMS, 8):
+                    k = j + 2 * half
+                    out[(at + 2 * j) >> 2] = pack4(divided(acc[i, k]), divided(acc[i, k + 1]), divided(acc[i, k + 4]),
+                                                   divided(acc[i, k + 5]))
 
     return [product, logits] + ([gates] if GRU else [])
 
@@ -214,7 +254,7 @@ def _norm_kernels(cfg):
         if r < rows:
             token = windows[r // n * WIDTH + skip + r % n]
             for j in range(lane, WORDS, 32):
-                word = table[at + token * S + j]
+                word = table[at + packed_word(token, j, S)]
                 if not GRU:
                     b = bias + 4 * j
                     word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
@@ -296,7 +336,7 @@ def _attention_kernels(cfg):
     """Attention of the transformer, forward and back."""
     H, D, HEADS, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
     S, WORDS = wide(H) // 4, H // 4
-    SHIFT, OUT, DIMENSIONS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32
+    SHIFT, OUT, DIMENSIONS, PAIRS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32, D // 2
     SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
     turned = turned_function(cfg)
     NONE = -2 ** 31
@@ -363,14 +403,15 @@ def _attention_kernels(cfg):
             cuda.syncwarp()
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + 1, 32):
-                shares[first + s] = attention_share(scores[warp, s], total)
+                # attention_share by a quotient that float64 truncates right
+                twice = float64(2 * total)
+                shares[first + s] = int32(float64((int64(scores[warp, s]) << 13) + total) / twice)
             for d in range(DIMENSIONS):
                 at, read = (base * 3 + 2) * (4 * S) + head * D + 32 * d + lane, int64(0)
                 for s in range(t + 1):
-                    read = ptx.mad_wide(scores[warp, s], int32(values[at + s * (12 * S)]), read)
-                size = abs(read) // total
-                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(
-                    min(size, int64(127)) * (int64(1) if read >= 0 else int64(-1))))
+                    read = ptx.mad_wide(scores[warp, s], int32(values[at]), read)
+                    at += 12 * S
+                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(read) / float64(total)))
             cuda.syncwarp()
 
     @device
@@ -392,10 +433,11 @@ def _attention_kernels(cfg):
         if lane == 0:
             cuda.atomic.max(tops, cuda.blockIdx.x * HEADS + cuda.blockIdx.y, ptx.float_bits(top))
 
-    def try_scores(y: A32, exponents: A32, tops: A32, qkv: A32, attended: A8, shares: A16, trials: F1, trial_tops: A32):
-        """trials float32 [windows, heads, T, T]: the worth of raising a score alone; trial_tops: as tops. Grid: as
-        loudest_read."""
-        credits = cuda.shared.array((WARPS, D), int32)
+    def try_scores(y: A32, exponents: A32, tops: A32, qkv: A32, attended: A8, shares: A16, read: A16, trials: F1,
+                   trial_tops: A32):
+        """read int16 [rows, 4 S]: the credits of what is read, of one exponent in a head of a window; trials float32
+        [windows, heads, T, T]: the worth of raising a score alone; trial_tops: as tops. Grid: as loudest_read."""
+        credits = cuda.shared.array((WARPS, PAIRS), int32)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
         base, top = window * T, float32(0)
@@ -407,17 +449,21 @@ def _attention_kernels(cfg):
             for d in range(DIMENSIONS):
                 i = 32 * d + lane
                 c = whole(read_credit(y, r, head * D + i, unit), less, WINDOW_MOST)
-                credits[warp, i] = c
+                read[r * (4 * S) + head * D + i] = c
                 own += c * attended[r * (4 * S) + head * D + i]
+                other = across(c, 1)
+                if lane & 1 == 0:
+                    credits[warp, i >> 1] = int32(c & 0xFFFF | other << 16)
             own = ptx.warp_sum(int32(own))
             cuda.syncwarp()
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + 1, 32):
                 worth, value = int32(0), (base + s) * 3 * S + 2 * S + head * (D // 4)
-                for j in range(D // 4):
-                    word = qkv[value + j]
+                for j in range(0, D // 4, 4):
+                    four = ptx.load4(qkv, value + j)
                     for k in range(4):
-                        worth += credits[warp, 4 * j + k] * byte(word, k)
+                        worth += ptx.dp2a_low(credits[warp, 2 * (j + k)], four[k])
+                        worth += ptx.dp2a_high(credits[warp, 2 * (j + k) + 1], four[k])
                 trial = mul(float32(int32(worth - own)), float32(shares[first + s]))
                 trials[first + s] = trial
                 top = max(top, abs(trial))
@@ -426,44 +472,53 @@ def _attention_kernels(cfg):
         if lane == 0:
             cuda.atomic.max(trial_tops, window * HEADS + head, ptx.float_bits(top))
 
-    def through_attention(y: A32, exponents: A32, tops: A32, qkv: A16, shares: A16, trials: F1, trial_tops: A32,
-                          rope: A32, out: F1):
-        """out float32 [rows, 3 S]: credits of queries and keys before they are turned, and of values. qkv: as pairs.
+    def through_attention(tops: A32, qkv: A16, read: A32, shares: A16, trials: F1, trial_tops: A32, rope: A32, out: F1):
+        """out float32 [rows, 3 S]: credits of queries and keys, turned back, and of values. qkv: as pairs, read too.
         Grid: as loudest_read; a lane has two neighbours, or four."""
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
         base = window * T
         e = exponent(ptx.bits_float(tops[window * HEADS + head]), WINDOW_BITS)
         e_trial = exponent(ptx.bits_float(trial_tops[window * HEADS + head]), WINDOW_BITS)
-        less, less_trial = power(-e), power(-e_trial)
-        of_score, of_value = power(e + e_trial - 12 - SHIFT), power(e - 12)
+        less_trial, of_score, of_value = power(-e_trial), power(e + e_trial - 12 - SHIFT), power(e - 12)
         square = (window * HEADS + head) * T * T
         for t in range(warp, T, WARPS):
-            for pair in range(lane, D // 2, 32):
-                here, r = head * (D // 2) + pair, base + t
+            for pair in range(lane, max(D // 2, 32), 32):
+                here, r = head * (D // 2) + min(pair, D // 2 - 1), base + t
                 q0, q1, k0, k1, v0, v1 = int32(0), int32(0), int32(0), int32(0), int64(0), int64(0)
-                for s in range(t + 1):
-                    g, two = whole(trials[square + t * T + s], less_trial, WINDOW_MOST), int32(
-                        qkv[(base + s) * (6 * S) + 2 * S + here])
-                    q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
-                for s in range(t, T):
-                    g, two = whole(trials[square + s * T + t], less_trial, WINDOW_MOST), int32(
-                        qkv[(base + s) * (6 * S) + here])
-                    k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
-                    unit, part = power(exponents[base + s] - OUT), int32(shares[square + s * T + t])
-                    at = head * D + 2 * pair
-                    v0 = ptx.mad_wide(part, whole(read_credit(y, base + s, at, unit), less, WINDOW_MOST), v0)
-                    v1 = ptx.mad_wide(part, whole(read_credit(y, base + s, at + 1, unit), less, WINDOW_MOST), v1)
-                cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
-                q0, q1 = turned(q0, q1, cos, int32(-sin))
-                k0, k1 = turned(k0, k1, cos, int32(-sin))
-                at = r * (12 * S) + 2 * here
-                out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
-                out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
-                out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
-                out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
-                out[at + 8 * S] = mul(float32(v0), of_value)
-                out[at + 8 * S + 1] = mul(float32(v1), of_value)
+                for start in range(0, t + 1, 32):            # a lane makes a trial whole, and all take it
+                    mine = int32(0)
+                    if start + lane <= t:
+                        mine = whole(trials[square + t * T + start + lane], less_trial, WINDOW_MOST)
+                    at_key = (base + start) * (6 * S) + 2 * S + here
+                    for s in range(min(32, t + 1 - start)):
+                        g, two = cuda.shfl_sync(0xFFFFFFFF, mine, s), int32(qkv[at_key])
+                        q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
+                        at_key += 6 * S
+                for start in range(t, T, 32):
+                    mine, part = int32(0), int32(0)
+                    if start + lane < T:
+                        at = square + (start + lane) * T + t
+                        mine, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
+                    at_query, at_read = (base + start) * (6 * S) + here, (base + start) * (2 * S) + here
+                    for s in range(min(32, T - start)):
+                        g, share_ = cuda.shfl_sync(0xFFFFFFFF, mine, s), cuda.shfl_sync(0xFFFFFFFF, part, s)
+                        two, credits = int32(qkv[at_query]), read[at_read]
+                        at_query, at_read = at_query + 6 * S, at_read + 2 * S
+                        k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
+                        v0 = ptx.mad_wide(share_, int32(credits << 16) >> 16, v0)
+                        v1 = ptx.mad_wide(share_, credits >> 16, v1)
+                if pair < D // 2:
+                    cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
+                    q0, q1 = turned(q0, q1, cos, int32(-sin))
+                    k0, k1 = turned(k0, k1, cos, int32(-sin))
+                    at = r * (12 * S) + 2 * here
+                    out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
+                    out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
+                    out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
+                    out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
+                    out[at + 8 * S] = mul(float32(v0), of_value)
+                    out[at + 8 * S + 1] = mul(float32(v1), of_value)
 
     return quantise, attend, loudest_read, try_scores, through_attention
 
@@ -570,30 +625,68 @@ def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
     T, WIDTH, SKIP, TARGETS = cfg.SEQ_LEN, cfg.WINDOW, cfg.STATE_TOKENS, cfg.TARGETS
     BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
-    Z, NONE = logit_type(cfg), -2 ** 31
+    SHORT, NONE, QUADS, RAGGED = logit_type(cfg) is A16, -2 ** 31, blocks(V, 4), V % 4 != 0
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
-    FULL_ERROR = 127 << 16
+    FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
 
-    def errors(z: Z, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A8, result: A64):
-        """out int8 [rows, VS]: the errors of the logits z [.., VS] of rows from `first` on; result[0] += their losses.
-        weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
+    @device
+    def logits_of(z, row, j):
+        """Four logits of a row of words."""
+        if GRU:
+            word = z[row * (VS // 4) + j]
+            return byte(word, 0), byte(word, 1), byte(word, 2), byte(word, 3)
+        if SHORT:
+            two = ptx.load2(z, row * (VS // 2) + 2 * j)
+            return int32(two[0] << 16) >> 16, two[0] >> 16, int32(two[1] << 16) >> 16, two[1] >> 16
+        return ptx.load4(z, row * VS + 4 * j)
+
+    @device
+    def below(top, logit):
+        """Where the table has a logit."""
+        return uint32(min(uint32(int32(top - logit)), uint32(255)))
+
+    @device
+    def logit_of(z, v):
+        four = logits_of(z, cuda.blockIdx.x, v >> 2)
+        low = four[0] if v & 1 == 0 else four[1]
+        high = four[2] if v & 1 == 0 else four[3]
+        return int32(low if v & 2 == 0 else high)
+
+    @device
+    def within(logit, error):
+        """The error; 0 where a logit is at its limit and cannot follow."""
+        if GRU and (logit == 127 and error > 0 or logit == -127 and error < 0):
+            return int32(0)
+        return error
+
+    def errors(z: A32, first, windows: A32, job: AU32, exps: A32, weights: A8, out: A32, out_bytes: A8, losses: A64):
+        """out int8 [rows, VS], also as bytes: the errors of the logits z [.., VS] of rows from `first` on; losses
+        int64 [rows]: theirs. weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
         tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
         t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row, at = first + cuda.blockIdx.x, cuda.blockIdx.x * VS
+        row, values = first + cuda.blockIdx.x, int32s(4)
         table[t] = exps[t]
         top = int32(NONE)
-        for v in range(t, V, HEAD_BLOCK):
-            top = max(top, int32(z[at + v]))
+        for j in range(t, QUADS, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            for e in range(4):
+                if not RAGGED or j * 4 + e < V:
+                    top = max(top, four[e])
         top = ptx.warp_max(top)
         if lane == 0:
             tops[warp] = top
         cuda.syncthreads()
         for k in range(HEAD_WARPS):
             top = max(top, tops[k])
-        total = int64(0)
-        for v in range(t, V, HEAD_BLOCK):
-            total += table[min(top - z[at + v], 255)]
+        some, total = int32(0), int64(0)
+        for j in range(t, QUADS, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            some = int32(0)
+            for e in range(4):
+                if not RAGGED or j * 4 + e < V:
+                    some = int32(some + table[below(top, four[e])])
+            total += some
         total = warp_sum(total)
         if lane == 0:
             sums[warp] = total
@@ -602,36 +695,46 @@ def _head_kernels(cfg):
         for k in range(HEAD_WARPS):
             total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
-        table[t] = share(exps[t], unit)                      # of a distance from the largest logit
+        table[t] = excess(int32(0), share(exps[t], unit), weight)                # of a distance from the largest logit
         cuda.syncthreads()
         window, position = row // T, row % T
         here = window * WIDTH + SKIP + 1
         drawn = here + T + position * (TARGETS - 1) - 1      # the first target is the token that follows
         dither = dither_of(uint32(job[0] + job[1] + uint32(window)), position)
-        for v in range(t, V, HEAD_BLOCK):
-            x = int32(z[at + v])
-            e = error_of(int32(0), table[min(top - x, 255)], weight, dither, v)
-            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
-                e = int32(0)
-            out[row * VS + v] = e
+        for j in range(t, QUADS, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            first_random = uint32(uint32(dither) + uint32(uint32(4 * STEP) * uint32(j)))
+            for e in range(4):
+                random = uint32(first_random + uint32(STEP * e)) & uint32(0xFFFF)
+                error = int32(table[below(top, four[e])] + int32(random)) >> 16      # as rules.error says
+                values[e] = within(four[e], error) if not RAGGED or j * 4 + e < V else int32(0)
+            out[row * (VS // 4) + j] = pack_bytes(values, 0)
         cuda.syncthreads()
         if t < TARGETS:
             v, wanted = windows[here + position] if t == 0 else windows[drawn + t], int32(0)
             wanted += windows[here + position] == v
             for other in range(1, TARGETS):
                 wanted += windows[drawn + other] == v
-            x = int32(z[at + v])
-            e = error_of(int32(wanted * (FULL_ERROR // TARGETS)), table[min(top - x, 255)], weight, dither, v)
-            if GRU and (x == 127 and e > 0 or x == -127 and e < 0):
-                e = int32(0)
-            out[row * VS + v] = e
+            x, share_ = logit_of(z, v), int32(0)
+            share_ = share(exps[min(top - x, 255)], unit)
+            error = error_of(int32(wanted * (FULL_ERROR // TARGETS)), share_, weight, dither, v)
+            out_bytes[row * VS + v] = within(x, error)
         if t == 0:
-            score = int32(z[at + windows[here + position]])
+            score = logit_of(z, windows[here + position])
             for other in range(1, TARGETS):
-                score += z[at + windows[drawn + other]]
-            cuda.atomic.add(result, 0, loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS))
+                score += logit_of(z, windows[drawn + other])
+            losses[row] = loss_of(total, int32(TARGETS * top), score, BIT, UNIT, 256 // TARGETS)
 
-    return [errors]
+    def add_losses(losses: A64, rows, result: A64):
+        """result[0] += all losses. A thread four of them."""
+        i, total = 4 * cuda.grid(1), int64(0)
+        for k in range(i, min(i + 4, rows)):
+            total += losses[k]
+        total = warp_sum(total)
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(result, 0, total)
+
+    return errors, add_losses
 
 
 # --- credits ----------------------------------------------------------------------------------------------------------
@@ -642,94 +745,106 @@ def _credit_kernels(cfg):
     WORDS, S, INNER, S4 = H // 4, wide(H) // 4, H, wide(4 * H) // 4
 
     def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32, by: F1,
-                rows, c: F1, out: A32, out_exponents: A32, counts: A32):
-        """c float32 [rows, 4 S] = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
+                rows, c: A32, out: A32, out_exponents: A32, counts: A32):
+        """c float32 [rows, 4 S], as words, = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
         by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of bits `less`. at:
         of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
         exponents to out_exponents and counts."""
-        r, lane = row_of_warp(), cuda.threadIdx.x & 31
-        if r < rows:
-            along, square = float32(0), int32(0)
-            for j in range(lane, WORDS, 32):
-                word = n[r * S + j]
-                square = ptx.dp4a(word, word, square)
-            square = ptx.warp_sum(square)
-            for k in range(parts):
-                total = int64(0)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
+            if r < rows:
+                along, square = float32(0), int32(0)
                 for j in range(lane, WORDS, 32):
-                    word, four = n[r * S + j], ptx.load4(y, r * y_words + 4 * (k * S + j))
-                    for e in range(4):
-                        total = ptx.mad_wide(byte(word, e), four[e], total)
-                part = mul(float32(warp_sum(total)), mul(power(exponents[k * padded + r] - shift),
-                                                         ptx.bits_float(int32(less))))
-                along = part if k == 0 else add(along, part)
-            along = div(along, float32(max(square, int32(1))))
-            mean, factor, top = float32(means[r]), by[r], float32(0)
-            for j in range(lane, WORDS, 32):
-                word = n[r * S + j]
-                for e in range(4):
-                    credit = float32(0)
+                    word = n[r * S + j]
+                    square = ptx.dp4a(word, word, square)
+                square = ptx.warp_sum(square)
+                for k in range(parts):
+                    total = int64(0)
+                    for j in range(lane, WORDS, 32):
+                        word, four = n[r * S + j], ptx.load4(y, r * y_words + 4 * (k * S + j))
+                        for e in range(4):
+                            total = ptx.mad_wide(byte(word, e), four[e], total)
+                    part = mul(float32(warp_sum(total)), mul(power(exponents[k * padded + r] - shift),
+                                                             ptx.bits_float(int32(less))))
+                    along = part if k == 0 else add(along, part)
+                along = div(along, float32(max(square, int32(1))))
+                mean, factor, top = float32(means[r]), by[r], float32(0)
+                credits, values = cuda.local.array(4, float32), int32s(4)
+                for j in range(lane, WORDS, 32):
+                    word, old = n[r * S + j], ptx.load4(c, r * (4 * S) + 4 * j)
                     for k in range(parts):
                         unit = mul(power(exponents[k * padded + r] - shift), ptx.bits_float(int32(less)))
-                        part = mul(float32(y[r * y_words + 4 * (k * S + j) + e]), unit)
-                        credit = part if k == 0 else add(credit, part)
-                    credit = sub(credit, mul(along, float32(byte(word, e))))
-                    credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
-                    here = r * (4 * S) + 4 * j + e
-                    credit = mul(add(c[here], credit), factor)
-                    c[here] = credit
-                    top = max(top, abs(credit))
-            top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
-            unit = power(-e_row)
-            for j in range(lane, WORDS, 32):
-                for e in range(4):
-                    values[e] = whole(c[r * (4 * S) + 4 * j + e], unit, ROW_MOST)
-                out[r * S + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, r, counts, 0)
+                        four = ptx.load4(y, r * y_words + 4 * (k * S + j))
+                        for e in range(4):
+                            part = mul(float32(four[e]), unit)
+                            credits[e] = part if k == 0 else add(credits[e], part)
+                    for e in range(4):
+                        credit = sub(credits[e], mul(along, float32(byte(word, e))))
+                        credit = mul(credit, div(float32(weights[at + 4 * j + e]), mean))
+                        credit = mul(add(ptx.bits_float(old[e]), credit), factor)
+                        values[e] = ptx.float_bits(credit)
+                        top = max(top, abs(credit))
+                    ptx.store4(c, r * (4 * S) + 4 * j, values[0], values[1], values[2], values[3])
+                top = top_of(top)
+                e_row = exponent(top, ROW_BITS)
+                unit = power(-e_row)
+                for j in range(lane, WORDS, 32):
+                    four = ptx.load4(c, r * (4 * S) + 4 * j)
+                    for e in range(4):
+                        values[e] = whole(ptx.bits_float(four[e]), unit, ROW_MOST)
+                    out[r * S + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, r, here)
+        add_counts(here, counts, 0)
 
     @device
-    def tried(y, at, unit, trials, word, e):
-        return mul(mul(float32(y[at + e]), unit), float32(trials[byte(word, e) & 255]))
+    def tried(sum_, unit, trials, word, e):
+        return mul(mul(float32(sum_), unit), float32(trials[byte(word, e) & 255]))
 
     def try_inner(y: A32, exponents: A32, shift, less, before: A32, trials: A8, rows, out: A32, out_exponents: A32,
                   counts: A32):
         """out int8 [rows, 4 S4]: the credits of the inner values of an MLP, from y int32 [rows, 4 S4]; the others: see
         descend."""
-        r, lane = row_of_warp(), cuda.threadIdx.x & 31
-        if r < rows:
-            top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
-            for j in range(lane, INNER, 32):
-                word = before[r * S4 + j]
-                for e in range(4):
-                    top = max(top, abs(tried(y, (r * S4 + j) * 4, unit, trials, word, e)))
-            top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
-            scale = power(-e_row)
-            for j in range(lane, INNER, 32):
-                word = before[r * S4 + j]
-                for e in range(4):
-                    values[e] = whole(tried(y, (r * S4 + j) * 4, unit, trials, word, e), scale, ROW_MOST)
-                out[r * S4 + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, r, counts, 0)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
+            if r < rows:
+                top, unit = float32(0), mul(power(exponents[r] - shift), ptx.bits_float(int32(less)))
+                for j in range(lane, INNER, 32):
+                    word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
+                    for e in range(4):
+                        top = max(top, abs(tried(four[e], unit, trials, word, e)))
+                top = top_of(top)
+                e_row, values = exponent(top, ROW_BITS), int32s(4)
+                scale = power(-e_row)
+                for j in range(lane, INNER, 32):
+                    word, four = before[r * S4 + j], ptx.load4(y, (r * S4 + j) * 4)
+                    for e in range(4):
+                        values[e] = whole(tried(four[e], unit, trials, word, e), scale, ROW_MOST)
+                    out[r * S4 + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, r, here)
+        add_counts(here, counts, 0)
 
     def as_rows(c: F1, parts, by: F1, padded, rows, out: A32, out_exponents: A32, counts: A32):
         """out int8 [rows, parts S], out_exponents [parts, padded]: credits c float32 [rows, 4 parts S] times by [parts,
         padded]. Grid: [rows / WARPS, parts]."""
-        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
-        if r < rows:
-            factor, top, first = by[part * padded + r], float32(0), (r * parts + part) * S
-            for j in range(lane, WORDS, 32):
-                for e in range(4):
-                    top = max(top, abs(mul(c[4 * (first + j) + e], factor)))
-            top = top_of(top)
-            e_row, values = exponent(top, ROW_BITS), int32s(4)
-            unit = power(-e_row)
-            for j in range(lane, WORDS, 32):
-                for e in range(4):
-                    values[e] = whole(mul(c[4 * (first + j) + e], factor), unit, ROW_MOST)
-                out[first + j] = pack_bytes(values, 0)
-            note(e_row, top, out_exponents, part * padded + r, counts, part * BINS)
+        here = cleared(cuda.shared.array(BINS, int32))
+        for turn in range(TURNS):
+            r, lane, part = row_of_turn(turn), cuda.threadIdx.x & 31, cuda.blockIdx.y
+            if r < rows:
+                factor, top, first = by[part * padded + r], float32(0), (r * parts + part) * S
+                for j in range(lane, WORDS, 32):
+                    for e in range(4):
+                        top = max(top, abs(mul(c[4 * (first + j) + e], factor)))
+                top = top_of(top)
+                e_row, values = exponent(top, ROW_BITS), int32s(4)
+                unit = power(-e_row)
+                for j in range(lane, WORDS, 32):
+                    for e in range(4):
+                        values[e] = whole(mul(c[4 * (first + j) + e], factor), unit, ROW_MOST)
+                    out[first + j] = pack_bytes(values, 0)
+                note(e_row, top, out_exponents, part * padded + r, here)
+        add_counts(here, counts, cuda.blockIdx.y * BINS)
 
     def loudest(counts: A32, tops: A32):
         """tops[part]: units.loudest of the histogram counts[part], which it clears. Grid: parts, of BINS threads."""
@@ -762,32 +877,39 @@ def _vote_kernels(cfg):
     ALPHA = units.alpha(cfg)
 
     @device
-    def of_chunk(x, e, top):
-        """A credit with its row's exponent as an operand of votes, with that of the chunk."""
-        return whole(float32(x), power(e - top), 127)
+    def of_chunk(x, unit):
+        """A credit as an operand of votes, with the exponent of the chunk; unit: 2^(that of its row, less this)."""
+        return whole(float32(x), unit, 127)
 
     def spread(source: A32, words, first, units_, exponents: A32, at, tops: A32, part, rows, row, operand_rows,
                operand: A32):
         """Operand rows from `row` on of the columns of source int8 [rows, words], `units_` from word `first` on. part:
         the number in `tops` of credits, whose exponents begin at exponents[at]; -1: of inputs, which stay as they are.
-        A thread four columns of four positions, a warp 32 columns of 16 positions."""
-        i, lane = cuda.grid(1) >> 5, cuda.threadIdx.x & 31
-        groups = (units_ + 31) // 32
-        quad, n = (i % groups) * 8 + (lane >> 3) * 2 + (lane & 1), (i // groups) * 16 + ((lane >> 1) & 3) * 4
-        if quad * 4 < units_ and n < (rows + 63) // 64 * 64:
-            word_of = int32s(4)
+        A block 128 columns of 64 positions. Grid: [columns / 128, positions / 64]."""
+        turned_words = cuda.shared.array((16, 132), int32)   # core matrices of eight columns, and a gap
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        quad, n = cuda.blockIdx.x * 32 + lane, cuda.blockIdx.y * 64 + warp * 16
+        word_of = int32s(4)
+        for q in range(4):
             for e in range(4):
+                here = n + 4 * q + e
                 word_of[e] = 0
-                if n + e < rows:
-                    word = source[(n + e) * words + first + quad]
+                if here < rows and quad * 4 < units_:
+                    word = source[here * words + first + quad]
                     if part >= 0:
-                        mine, top = exponents[at + n + e], tops[part]
-                        word = pack4(of_chunk(byte(word, 0), mine, top), of_chunk(byte(word, 1), mine, top),
-                                     of_chunk(byte(word, 2), mine, top), of_chunk(byte(word, 3), mine, top))
+                        unit = power(exponents[at + here] - tops[part])
+                        word = pack4(of_chunk(byte(word, 0), unit), of_chunk(byte(word, 1), unit),
+                                     of_chunk(byte(word, 2), unit), of_chunk(byte(word, 3), unit))
                     word_of[e] = word
             turned = turn4(word_of)
             for e in range(4):
-                operand[place(operand_rows, row + quad * 4 + e, n)] = turned[e]
+                turned_words[lane >> 1, warp * 32 + (lane & 1) * 16 + e * 4 + q] = turned[e]
+        cuda.syncthreads()
+        for k in range(4):
+            group, piece = 4 * k + warp, lane * 4
+            to = place(operand_rows, row + cuda.blockIdx.x * 128 + group * 8, cuda.blockIdx.y * 64) + piece
+            ptx.store4(operand, to, turned_words[group, piece], turned_words[group, piece + 1],
+                       turned_words[group, piece + 2], turned_words[group, piece + 3])
 
     def token_votes(c: A8, exponents: A32, tops: A32, windows: A32, rows, at, votes: A32):
         """Adds credits c int8 [rows, S] to the votes of the columns of the tokens that were read, canonical from
@@ -795,7 +917,7 @@ def _vote_kernels(cfg):
         i = cuda.grid(1)
         r, unit = i // H, i % H
         if r < rows:
-            v = of_chunk(int32(c[r * S + unit]), exponents[r], tops[0])
+            v = of_chunk(int32(c[r * S + unit]), power(exponents[r] - tops[0]))
             if TIED:
                 v = nearest(mul(float32(v), power(max(min(tops[0], int32(MOST)), int32(LEAST)))))
             if v != 0:
@@ -808,7 +930,7 @@ def _vote_kernels(cfg):
         i = cuda.grid(1)
         unit, block, total = i % H, i // H, int32(0)
         for r in range(block * 64, min(block * 64 + 64, rows)):
-            total += of_chunk(int32(c[r * (4 * words) + first + unit]), exponents[at + r], tops[part])
+            total += of_chunk(int32(c[r * (4 * words) + first + unit]), power(exponents[at + r] - tops[part]))
         if total != 0:
             cuda.atomic.add(votes, to + unit, total)
 
@@ -879,12 +1001,12 @@ class Trials:
             packed=(self.packed_bytes, np.int8), h=(R * S, np.int8), normed=(norms * R * S, np.int8),
             means=(norms * R, np.int32), before=(mlps * R * self.S4, np.int8), inner=(mlps * R * self.S4, np.int8),
             scales=((mlps + L) * R, np.float32), ones=(per * R, np.float32), y=(R * max(per * S, self.S4), np.int32),
-            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), c=(R * S, np.float32),
+            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), losses=(R, np.int64), c=(R * S, np.float32),
             credits=(R * max(per * S, self.S4), np.int8), exponents=(per * R, np.int32), zeros=(R, np.int32),
             counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
             qkv=(1 if self.gru else L * R * 3 * S, np.int8), shares=(1 if self.gru else L * squares, np.int16),
             attended=(1 if self.gru else L * R * S, np.int8), qkv_scales=(1 if self.gru else L * 3 * R, np.float32),
-            trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
+            read=(1 if self.gru else R * S, np.int16), trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
             gates=(R * 2 * S if self.gru else 1, np.int8), kept=(4 * L * R * S if self.gru else 1, np.int8),
             states=(cfg.CHUNK_SIZE * cfg.HIDDEN_DIM * L if self.gru else 1, np.int8),
             operand=((self.VS + 8 * S) * (blocks(self.rows, SPLIT) + 1) * SPLIT // 4, np.int32),
@@ -912,10 +1034,6 @@ class Trials:
         self._digits = digits[:steps.packed_size(cfg.CHUNK_DIGITS)]
         self._tiles = {}
 
-    def _pairs(self, z):
-        """Logits as the kernel of the product writes them."""
-        return z.view(np.int16 if self.gru else np.int32)
-
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
         size = steps.packed_size(self.cfg.CHUNK_DIGITS)
@@ -925,9 +1043,9 @@ class Trials:
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
         self.kernels[name]((blocks(work, threads), high), threads, self._stream, *arguments)
 
-    def _rows(self, name, *arguments, high=1):
-        """A kernel with a warp a row."""
-        self.kernels[name]((blocks(self._count, WARPS), high), BLOCK, self._stream, *arguments)
+    def _rows(self, name, *arguments, high=1, turns=1):
+        """A kernel with a warp for a row, or for `turns` rows."""
+        self.kernels[name]((blocks(self._count, WARPS * turns), high), BLOCK, self._stream, *arguments)
 
     def pack(self, stream, weights):
         self._stream, packed = stream, self.arrays.packed.view(np.int32)
@@ -942,7 +1060,7 @@ class Trials:
         grid = (columns or wide(outputs)) // TILE, blocks(self._count, TILE)
         self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4,
                              self.arrays.packed.view(np.int32), self._packed[tensor][back] // 4, wide(inputs) // 4,
-                             wide(inputs) // 64, *arguments)
+                             wide(inputs) // DEPTH, *arguments)
 
     def launch(self, stream, weights, windows, job):
         """Fills arrays.result. weights: all, int8; windows int32, flat, as model.soft_targets.windows; job uint32: seed
@@ -1046,7 +1164,7 @@ class Trials:
         self._embed(skip, n)
         for layer in range(cfg.N_LAYERS):
             self._read_norm(2 * layer, "ln_1", layer)
-            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int16), 2 * self.S,
+            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32), 2 * self.S,
                           columns=2 * self.S)
             matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
             biases = (named[name, layer].weights for name in ("b_f", "b_h"))
@@ -1067,10 +1185,11 @@ class Trials:
         every = self._count
         for first in range(0, every, HEAD_ROWS):
             self._count = min(HEAD_ROWS, every - first)
-            self._product("logits", normed[first * self.S:], self.S, head, self._pairs(a.z), self.VS)
-            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z, first, self._windows, job,
-                                   self.tables.exps, a.weights, a.errors, a.result)
+            self._product("logits", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
+            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
+                                   self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.losses)
         self._count = every
+        self._launch("add_losses", blocks(every, 4), a.losses, every, a.result)
         self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
         self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
 
@@ -1096,9 +1215,9 @@ class Trials:
         at = 0
 
         def spread(source, width, first, columns, exponents, part, row):
-            self._launch("spread", blocks(columns, 32) * blocks(self._count, 64) * 4 * 32, source.view(np.int32),
-                         width // 4, first // 4, columns, a.exponents, exponents, a.tops, part, self._count, row,
-                         operand_rows, a.operand)
+            self.kernels["spread"]((blocks(columns, 128), blocks(self._count, 64)), BLOCK, self._stream,
+                                   source.view(np.int32), width // 4, first // 4, columns, a.exponents, exponents,
+                                   a.tops, part, self._count, row, operand_rows, a.operand)
 
         for t, credits, width, first, exponents, part in groups:
             spread(credits, width, first, wide(t.cols) if part < 0 else t.cols, exponents, part, at)
@@ -1113,8 +1232,8 @@ class Trials:
         a = self.arrays
         self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
                    int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
-                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c,
-                   a.credits.view(np.int32), a.exponents, a.counts)
+                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c.view(np.int32),
+                   a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
 
     def _loudest(self, parts):
@@ -1128,7 +1247,7 @@ class Trials:
         self._vote([(down, a.credits, self.S, 0, 0, 0)], inner, self.S4)
         self._product("product", a.credits, self.S, down, a.y, self.S4, back=True)
         self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, self._reciprocal(divisors[1]), before.view(np.int32),
-                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts)
+                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
         self._vote([(up, a.credits, self.S4, 0, 0, 0)], self._normed(norm), self.S)
         self._product("product", a.credits, self.S4, up, a.y, self.S, back=True)
@@ -1160,8 +1279,9 @@ class Trials:
         self._product("product", a.credits, self.S, out, a.y, self.S, back=True)
         cuda.cudadrv.driver.device_memset(a.window_tops, 0, a.window_tops.nbytes, self._stream)
         self._heads("loudest_read", a.y, a.exponents, tops)
-        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.trials, trial_tops)
-        self._heads("through_attention", a.y, a.exponents, tops, qkv.view(np.int16), shares, a.trials, trial_tops,
+        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.read, a.trials,
+                    trial_tops)
+        self._heads("through_attention", tops, qkv.view(np.int16), a.read.view(np.int32), shares, a.trials, trial_tops,
                     self.tables.rope, a.parts)
         self._side_by_side("qkv", layer, 1 + 2 * layer, self._part("qkv_scales", layer, 3 * self.padded))
 
@@ -1171,7 +1291,7 @@ class Trials:
         a, parts, S = self.arrays, len(names), self.S
         matrices = [self._named["w_" + name, layer] for name in names]
         self._rows("as_rows", a.parts, parts, by, self.padded, self._count, a.credits.view(np.int32), a.exponents,
-                   a.counts, high=parts)
+                   a.counts, high=parts, turns=TURNS)
         self._loudest(parts)
         self._vote([(t, a.credits, parts * S, k * S, k * self.padded, k) for k, t in enumerate(matrices)],
                    self._normed(norm), S)

@@ -206,7 +206,7 @@ def products_kernel(wgmma):
         for i in range(TALL):
             for j in range(SUMS):
                 acc[i, j] = 0
-        accumulate(acc, operand, place(rows, plain, first - start) + lane, SPLIT * 2,
+        accumulate(acc, operand, place(rows, plain, first - start) + lane, SPLIT * 2, DEPTH * 2,
                    operand, place(rows, signed, first - start) + lane, SPLIT * 2, DEPTH * 2, steps)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
