@@ -5,9 +5,9 @@ A row of credits goes through a product as int8 + 128, the rows of several posit
 
 import numpy as np
 
-from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, below_norm,
-                                draw_norm, i64, new_sides, product)
-from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, whole
+from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, draw_norm, i64,
+                                new_rows, new_sides, nothing_below, product, through_norm)
+from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, u32, whole
 from engine.simd import PANEL, local
 from model import units
 
@@ -26,41 +26,31 @@ def size_of(credits, r, n):
 
 
 @leaf
-def note(kept, name, layer, first, count, credits, x, exponents):
-    """Keeps `count` rows of credits float32 [>= count, n], in rows first.. of a Kept; x uint8 [>= count, n]: as int8 +
-    128, and exponents int32 [>= count]."""
+def note(kept, name, layer, first, count, credits, b):
+    """Keeps `count` rows of credits float32 [>= count, n], in rows first.. of a Kept, and as what goes down in Rows."""
     place = kept.places[name, layer]
     for r in range(count):
         row = kept.bytes[first + r, place:]
-        exponents[r] = e = exponent(float_of(size_of(credits, r, x.shape[1])), BITS)
+        b.exponents[r] = e = exponent(float_of(size_of(credits, r, b.x.shape[1])), BITS)
         unit, live = power(i32(-e)), i32(0)
-        for i in range(x.shape[1]):
+        for i in range(b.x.shape[1]):
             credit = whole(credits[r, i], unit, FULL)
             live |= credit
-            row[i] = x[r, i] = credit + i32(128)
+            row[i] = b.x[r, i] = credit + i32(128)
         kept.exponents[first + r, name, layer] = e if live else DEAD
 
 
 @leaf
-def handed(c, param, layer, x, exponents, count, shift, divisor, y, scales):
-    """What credits x (of `note`) hand down through a matrix: y int32 [>= count padded, inputs] times scales float32 [>=
-    count], with 2^-shift and a divisor."""
+def hand(c, param, layer, of, count, shift, divisor, to):
+    """Hands `count` Rows down through a matrix, with 2^-shift and a divisor, to other ones, or the same."""
     sides, one = new_sides(1, 1, 1), f32(f32(1) / f32(divisor))
-    product(c, c.table.shape[0] // 2 + param, layer, sides, CLEAN, x, count, count, y)
+    product(c, c.table.shape[0] // 2 + param, layer, sides, CLEAN, of.x, count, count, to.y)
     for r in range(count):
-        scales[r] = f32(power(i32(exponents[r] - i32(shift))) * one)
+        to.scales[r] = f32(power(i32(of.exponents[r] - i32(shift))) * one)
 
 
 @inlined
-def nothing_below(below, along):
-    for r in range(below.shape[0]):
-        along[r] = f32(0)
-        for i in range(below.shape[1]):
-            below[r, i] = f32(0)
-
-
-@inlined
-def scales_of(kept, param, layer, first, count, scales):
+def kept_scales(kept, param, layer, first, count, scales):
     """Gives back what `keep_scales` kept."""
     for r in range(count):
         scales[r] = kept.scales[first + r, param, layer]
@@ -76,44 +66,6 @@ def kept_rows(kept, name, layer, first, count, x):
             x[r, i] = row[i]
 
 
-@leaf
-def through_norm(c, kept, ln, layer, first, count, below, along, x):
-    """The residual stream's credits in rows first.. += those below a norm, x uint8 [GROUP, H], + 128, being its outputs."""
-    norm, means = local((2, 2, c.HIDDEN_DIM), i32), local(GROUP, f32)
-    draw_norm(c, ln, layer, i32(0), CLEAN, norm)
-    scales_of(kept, ln, layer, first, count, means)
-    below_norm(count, below, along, x, norm[0, 0], means, kept.credit[first:])
-
-
-@leaf
-def through_mlp(c, kept, ln, layer, slot, rows):
-    """The residual stream's credits below an MLP: see `mlp` of cpu_kernels."""
-    H = c.HIDDEN_DIM
-    up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
-    x, u = local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8)
-    y, wide = local((GROUP, H), i32), local((GROUP, 4 * H), i32)
-    below, inner = local((GROUP, H), f32), local((GROUP, 4 * H), f32)
-    along, scales, exponents = local(GROUP, f32), local(GROUP, f32), local(GROUP, i32)
-    for first in range(0, rows, GROUP):
-        count, credit = min(GROUP, rows - first), kept.credit[first:]
-        if not c.gru:
-            scale_credit(kept, down, layer, first, count)
-        note(kept, OF_DOWN, slot, first, count, credit, x, exponents)
-        handed(c, down, layer, x, exponents, count, TRIAL_BITS + (i64(0) if c.gru else c.SHIFT_MLP_DOWN),
-               c.divisor_down if c.gru else i64(1), wide, scales)
-        kept_rows(kept, BEFORE, slot, first, count, u)
-        for r in range(count):
-            for i in range(4 * H):
-                inner[r, i] = f32(f32(f32(wide[r, i]) * scales[r]) * f32(c.trials[1, u[r, i]]))
-        note(kept, OF_UP, slot, first, count, inner, u, exponents)
-        handed(c, up, layer, u, exponents, count, i64(0) if c.gru else c.SHIFT_MLP_UP, c.divisor if c.gru else i64(1),
-               y, scales)
-        kept_rows(kept, NORMED_2, slot, first, count, x)
-        nothing_below(below, along)
-        add_below(y, count, scales, x, below, along)
-        through_norm(c, kept, ln, layer, first, count, below, along, x)
-
-
 @inlined
 def scale_credit(kept, param, layer, first, count):
     """The residual stream's credits times the factors of amax."""
@@ -124,10 +76,45 @@ def scale_credit(kept, param, layer, first, count):
 
 
 @leaf
-def note_embedding(c, kept, rows):
-    x, exponents = local((GROUP, c.HIDDEN_DIM), np.uint8), local(GROUP, i32)
+def join(c, kept, ln, layer, first, count, b):
+    """Adds the sums of Rows, below a norm, to the residual stream's credits in rows first.."""
+    norm, means = local((2, 2, c.HIDDEN_DIM), i32), local(GROUP, f32)
+    draw_norm(c, ln, layer, i32(0), CLEAN, norm)
+    kept_scales(kept, ln, layer, first, count, means)
+    through_norm(b, count, norm[0, 0], means, kept.credit[first:])
+
+
+@leaf
+def through_mlp(c, kept, ln, layer, slot, rows):
+    """The residual stream's credits below an MLP: see `mlp` of cpu_kernels."""
+    H = c.HIDDEN_DIM
+    up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
+    shift_up, shift_down = (i64(0), i64(0)) if c.gru else (c.SHIFT_MLP_UP, c.SHIFT_MLP_DOWN)
+    divisor_up, divisor_down = (c.divisor, c.divisor_down) if c.gru else (i64(1), i64(1))
+    b, wide = new_rows(GROUP, H, H), new_rows(GROUP, 4 * H, H)
     for first in range(0, rows, GROUP):
-        note(kept, OF_EMBEDDING, i64(0), first, min(GROUP, rows - first), kept.credit[first:], x, exponents)
+        count = min(GROUP, rows - first)
+        if not c.gru:
+            scale_credit(kept, down, layer, first, count)
+        note(kept, OF_DOWN, slot, first, count, kept.credit[first:], b)
+        hand(c, down, layer, b, count, TRIAL_BITS + shift_down, divisor_down, wide)
+        kept_rows(kept, BEFORE, slot, first, count, wide.x)
+        for r in range(count):
+            for i in range(4 * H):
+                wide.below[r, i] = f32(f32(f32(wide.y[r, i]) * wide.scales[r]) * f32(c.trials[1, wide.x[r, i]]))
+        note(kept, OF_UP, slot, first, count, wide.below, wide)
+        hand(c, up, layer, wide, count, shift_up, divisor_up, b)
+        kept_rows(kept, NORMED_2, slot, first, count, b.outputs)
+        nothing_below(b)
+        add_below(b, count)
+        join(c, kept, ln, layer, first, count, b)
+
+
+@leaf
+def note_embedding(c, kept, rows):
+    b = new_rows(GROUP, c.HIDDEN_DIM, c.HIDDEN_DIM)
+    for first in range(0, rows, GROUP):
+        note(kept, OF_EMBEDDING, i64(0), first, min(GROUP, rows - first), kept.credit[first:], b)
 
 
 # --- votes ------------------------------------------------------------------------------------------------------------
@@ -148,21 +135,21 @@ def operand(kept, name, layer, top, out):
 
 @njit
 def inputs_of(kept, name, layer, words):
-    """words uint32 [inputs, rows / 4]: kept inputs of matrices, four positions a word."""
+    """words uint32 [rows / 4, inputs]: kept inputs of matrices, four positions a word."""
     place = kept.places[name, layer]
-    for k in range(words.shape[1]):
-        a, b, c, d = (kept.bytes[4 * k, place:], kept.bytes[4 * k + 1, place:], kept.bytes[4 * k + 2, place:],
-                      kept.bytes[4 * k + 3, place:])
-        for i in range(words.shape[0]):
-            words[i, k] = a[i] | b[i] << 8 | c[i] << 16 | d[i] << 24
+    for k in range(words.shape[0]):
+        for j in range(4):
+            row, bit = kept.bytes[4 * k + j, place:], u32(8 * j)
+            for i in range(words.shape[1]):
+                words[k, i] = u32(u32(row[i]) << bit) | (words[k, i] if j else u32(0))
 
 
 @njit
 def add_products(x, credits, votes):
-    """votes int32 [inputs, units padded to PANEL] += x . credits: x uint8 [inputs, n], moved by 128; credits int8 [n,
-    units]; n a multiple of 4."""
+    """votes int32 [inputs, units padded to PANEL] += inputs . credits: x uint8 [n / 4, 4 inputs], of `inputs_of`;
+    credits int8 [n, units]; n a multiple of 4."""
     for p in range(votes.shape[1] // PANEL):
-        add_product(x, credits[:, p * PANEL:(p + 1) * PANEL], votes, p)
+        add_product(x, i64(4), x.shape[1], credits[:, p * PANEL:(p + 1) * PANEL], votes, p)
 
 
 @njit
@@ -184,25 +171,22 @@ def add_looked_up(credits, tokens, factor, votes):
 @njit
 def add_up(sums, first, end):
     """int64: the total size of columns first..end - 1 of sums int32 [threads, n], after all rows are added to the
-    first."""
+    first; the others are then 0."""
     total, all_ = i64(0), sums[0, first:end]
     for k in range(1, sums.shape[0]):
         its = sums[k, first:end]
         for i in range(its.size):
             all_[i] += its[i]
+            its[i] = 0
     for i in range(all_.size):
         total += abs(i64(all_[i]))
     return total
 
 
 @njit
-def signs(sums, by_column, least, out, first, end):
-    """out int8 [rows / 4, cols, 4], or [1, cols, 1], blocks first..end - 1: the signs of sums of at least this size, else
-    0. sums int32 [rows, >= cols], by column: [cols, rows]."""
-    group = out.shape[2]
-    for block in range(first, end):
-        for col in range(out.shape[1]):
-            for k in range(group):
-                r = group * block + k
-                vote = i64(sums[col, r] if by_column else sums[r, col])
-                out[block, col, k] = (vote >= least) - (vote <= -least)
+def signs(sums, least, out):
+    """out int8 [n]: the signs of sums int32 [n] of at least this size, else 0; the sums are then 0."""
+    least = i32(min(least, i64((1 << 31) - 1)))
+    for i in range(out.size):
+        out[i] = i32(sums[i] >= least) - i32(sums[i] <= -least)
+    sums[:] = 0

@@ -7,10 +7,10 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_credits import handed, kept_rows, note, note_embedding, nothing_below, through_mlp, through_norm
+from engine.cpu_credits import hand, join, kept_rows, note, note_embedding, through_mlp
 from engine.cpu_kernels import (CLEAN, GROUP, NORMED_1, ONE, SLOT, TOGETHER, add_below, copy_row, divided, draw_norm,
                                 draw_sides, embed, i64, keep, keep_scales, layer_norm, mlp, new_logits, new_sides,
-                                nothing_kept, perturbed, product, score_rows, write_next)
+                                new_rows, nothing_below, nothing_kept, perturbed, product, score_rows, write_next)
 from engine.cpu_rules import clip, f32, gate, gated, i32, leaf, next_state, njit, u32
 from engine.simd import ROWS, local
 from model import parameters
@@ -56,13 +56,10 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            keep(kept, STATE, layer, r, ONE, state[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-            keep(kept, GATE, layer, r, ONE, open_[s:])
-            keep(kept, GATED, layer, r, ONE, past[s:])
         product(c, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, 0, y)
         for s in range(sequences):
@@ -74,7 +71,10 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept)
                 h[s, i] = after
                 x[r, i] = clip(i32(x[r, i] + after))
                 y[s, i] = new + 128
-            keep(kept, CANDIDATE, layer, r, ONE, y[s:])
+        for name, values in ((STATE, state), (GATED, past)):
+            keep(kept, name, layer, t, n, sequences, values)
+        for name, values in ((GATE, open_), (CANDIDATE, y)):
+            keep(kept, name, layer, t, n, sequences, values)
 
 
 @leaf
@@ -91,7 +91,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, kept):
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n, means)
-        keep(kept, NORMED_1, layer, at, count, n)
+        keep(kept, NORMED_1, layer, at, ONE, count, n)
         keep_scales(kept, LN_1, layer, at, count, means)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, 0, gates[at:])
@@ -207,10 +207,8 @@ def carry_back(c, kept, layer, first, count, tokens, worth, of_gate, of_candidat
 def through_states(c, kept, layer, tokens):
     """The residual stream's credits below the states of a layer; tokens int32 [windows, T]."""
     H, T = c.HIDDEN_DIM, tokens.shape[1]
-    of_gate, of_candidate = local((GROUP, H), f32), local((GROUP, H), f32)
-    x, n, y = local((GROUP, H), np.uint8), local((GROUP, H), np.uint8), local((GROUP, H), i32)
-    below, worth = local((GROUP, H), f32), local(H, f32)
-    along, scales, exponents = local(GROUP, f32), local(GROUP, f32), local(GROUP, i32)
+    of_gate, of_candidate, worth = local((GROUP, H), f32), local((GROUP, H), f32), local(H, f32)
+    b = new_rows(GROUP, H, H)
     for s in range(tokens.shape[0]):
         for i in range(H):
             worth[i] = f32(0)
@@ -218,14 +216,14 @@ def through_states(c, kept, layer, tokens):
             start = max(i64(0), end - GROUP)
             first, count = s * T + start, end - start
             carry_back(c, kept, layer, first, count, tokens[s, start:], worth, of_gate, of_candidate)
-            kept_rows(kept, NORMED_1, layer, first, count, n)
-            nothing_below(below, along)
+            kept_rows(kept, NORMED_1, layer, first, count, b.outputs)
+            nothing_below(b)
             for part in range(2):
-                note(kept, OF_CANDIDATE if part else OF_GATE, layer, first, count, of_candidate if part else of_gate, x,
-                     exponents)
-                handed(c, W_H if part else W_F, layer, x, exponents, count, i64(0), c.divisor, y, scales)
-                add_below(y, count, scales, n, below, along)
-            through_norm(c, kept, LN_1, layer, first, count, below, along, n)
+                name, param, credits = (OF_CANDIDATE, W_H, of_candidate) if part else (OF_GATE, W_F, of_gate)
+                note(kept, name, layer, first, count, credits, b)
+                hand(c, param, layer, b, count, i64(0), c.divisor, b)
+                add_below(b, count)
+            join(c, kept, LN_1, layer, first, count, b)
 
 
 @njit

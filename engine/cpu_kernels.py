@@ -13,9 +13,9 @@ import numpy as np
 from engine import simd
 from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32, factor, hash32, i32, inlined, inner,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
-                              share_unit, shift_right, softmax_share, table_term, trailing_zeros, u32)
+                              share_unit, shift_right, softmax_share, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from engine.simd import PANEL, ROWS, add_row, dithered, entry_sum, local, noisy_tile, nonzero, tile
 from model import integer_tables, parameters, units
 from model.rules import DITHER_STEP
 
@@ -29,7 +29,7 @@ u8 = np.uint8
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
-ONE = i64(1)                # row
+ONE = i64(1)
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -59,22 +59,29 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # What unit trials keep of a pass (SPEC 21), whose rows are windows times positions. bytes uint8 [rows, width]: values
-# and, as int8 + 128, credits, side by side as `places` int64 [names, L + 1] says; inputs of matrices are + 128, too, the
-# others as they are. exponents int8 [rows, names, L + 1]: of credits, DEAD where all are 0. scales float32 [rows,
+# and, as int8 + 128, credits, side by side as `places` int64 [names, L + 1] says; inputs of matrices are + 128, too,
+# the others as they are. exponents int8 [rows, names, L + 1]: of credits, DEAD where all are 0. scales float32 [rows,
 # parameters, L]: means of norms, factors of amax. credit float32 [rows, H]: of the residual stream. shares int16 [L,
 # heads, T, T]: attention_share, of one window. votes int32 [V, H]: on the head. weights int8 [rows]: of the errors.
 # seed: of the first window.
 Kept = namedtuple("Kept", "bytes exponents scales places credit shares votes weights seed")
-# names of what is kept, those outside the layers in layer number L
+# Names of what is kept; layer number L is outside the layers
 VALUES = {"gru": "normed_2 before inner normed_1 state gate gated candidate".split(),
           "transformer": "normed_2 before inner normed_1 query key value attended".split()}
-CREDITS = {"gru": "up down embedding gate candidate".split(),
-           "transformer": "up down embedding query key value output".split()}
-NAMES = [*dict.fromkeys(VALUES["gru"] + VALUES["transformer"]),
-         *("of_" + name for name in dict.fromkeys(CREDITS["gru"] + CREDITS["transformer"]))]
+CREDITS = {"gru": "of_up of_down of_embedding of_gate of_candidate".split(),
+           "transformer": "of_up of_down of_embedding of_query of_key of_value of_output".split()}
+NAMES = [*dict.fromkeys(sum([*VALUES.values(), *CREDITS.values()], []))]
 SLOT = {name: i64(number) for number, name in enumerate(NAMES)}
-NORMED_1, NORMED_2, BEFORE, INNER = (SLOT[name] for name in ("normed_1", "normed_2", "before", "inner"))
+NORMED_1, NORMED_2, BEFORE = (SLOT[name] for name in ("normed_1", "normed_2", "before"))
+INNER = SLOT["inner"]
 DEAD = -units.EXPONENTS - 1
+# Rows of credits on their way down. x uint8 [rows, n], + 128, and exponents int32 [rows]: what goes through a product;
+# y int32 [rows, n] times scales float32 [rows]: what came through one; below float32 [rows, n] and along float32
+# [rows]: sums of that below a norm, whose outputs are uint8 [rows, n], + 128
+Rows = namedtuple("Rows", "x exponents y scales below along outputs")
+# (rows, n, any number)
+new_rows = simd.locals_of(Rows, (numba.uint8, (0, 1)), (numba.int32, (0,)), (numba.int32, (0, 1)),
+                          (numba.float32, (0,)), (numba.float32, (0, 1)), (numba.float32, (0,)), (numba.uint8, (0, 1)))
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -102,27 +109,27 @@ def tables(cfg, positions, causal):
                 ntt=integer_tables.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
 
 
-def new_kept(c, places, width, rows, T, votes, weights, seed):
-    """A Kept to be filled. c: Model; rows: a multiple of 4 or more; T: positions of a window of the transformer; others:
-    fields of it, and the width of `bytes`."""
-    parameters, layers, names = c.table.shape[0] // 2, c.N_LAYERS, len(NAMES)
-    return Kept(np.empty((rows, width), u8), np.full((rows, names, layers + 1), DEAD, np.int8),
-                np.empty((rows, parameters, layers), f32), places, np.empty((rows, c.HIDDEN_DIM), f32),
-                np.empty((layers, c.N_HEADS, T, T), np.int16), votes, weights, u32(seed))
+def new_kept(c, places, width, rows, T, votes, weights):
+    """A Kept to be filled. c: Model; rows: a multiple of 4; T: positions of a window of the transformer; width: of
+    `bytes`; others: fields of it."""
+    parameters, layers = c.table.shape[0] // 2, c.N_LAYERS
+    return Kept(np.empty((rows, width), u8), np.full((rows, len(NAMES), layers + 1), DEAD, np.int8),
+                np.empty((rows, parameters, layers), f32), places, np.zeros((rows, c.HIDDEN_DIM), f32),
+                np.empty((layers, c.N_HEADS, T, T), np.int16), votes, weights, u32(0))
 
 
 def nothing_kept(c):
     """The Kept of a pass of which nothing is kept. c: Model."""
-    return new_kept(c, np.zeros((len(NAMES), c.N_LAYERS + 1), i64), 0, 0, 0, np.empty((0, 0), i32), np.empty(0, np.int8),
-                    0)
+    places = np.zeros((len(NAMES), c.N_LAYERS + 1), i64)
+    return new_kept(c, places, 0, 0, 0, np.empty((0, 0), i32), np.empty(0, np.int8))
 
 
 def layout(cfg):
     """(places, width) of a Kept."""
     places, width = np.zeros((len(NAMES), cfg.N_LAYERS + 1), i64), 0
-    names = VALUES[cfg.MODEL] + ["of_" + name for name in CREDITS[cfg.MODEL]]
+    names = VALUES[cfg.MODEL] + CREDITS[cfg.MODEL]
     for layer in range(cfg.N_LAYERS + 1):
-        for name in names if layer < cfg.N_LAYERS else [names[k] for k in (0, 1, 2, 8, 9)]:
+        for name in names if layer < cfg.N_LAYERS else ("normed_2", "before", "inner", "of_up", "of_down"):
             places[SLOT[name], layer] = width
             width += cfg.HIDDEN_DIM * (4 if name in ("before", "inner", "of_up") else 1)
     return places, width
@@ -165,11 +172,11 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def keep(kept, name, layer, first, count, x):
-    """Keeps x [count, n], bytes, in rows first.. of a Kept."""
+def keep(kept, name, layer, first, step, count, x):
+    """Keeps x [count, n], bytes, in every step-th row of a Kept from `first` on."""
     place = kept.places[name, layer]
     for r in range(count if kept.bytes.size else 0):
-        row = kept.bytes[first + r, place:]
+        row = kept.bytes[first + r * step, place:]
         for i in range(x.shape[1]):
             row[i] = x[r, i]
 
@@ -332,18 +339,19 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
         for r in range(0, rows, ROWS):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
-                noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
+                noisy_tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, c.divisor, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
+                tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
                      out.shape[1], k4)
 
 
 @inner
-def add_product(x, sums, votes, p):
+def add_product(x, stride, step, sums, votes, p):
     """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . sums. x uint8
-    [padded rows, n]: moved by 128; sums int8 [n, PANEL at most]: columns of this panel; n a multiple of 4."""
-    length, padded = x.shape[1], votes.shape[1]
+    [padded rows, n], moved by 128, with the strides of a row and of four elements of it; sums int8 [n, PANEL at most]:
+    columns of this panel; n a multiple of 4."""
+    length, padded = sums.shape[0], votes.shape[1]
     words, correction = np.zeros(length // 4 * PANEL, u32), np.zeros(PANEL, i32)
     for k in range(length // 4):
         for j in range(sums.shape[1]):
@@ -358,7 +366,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
+        tile(x, r * stride, stride, step, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -464,7 +472,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x, scales)
-        keep(kept, NORMED_2, slot, first, count, x)
+        keep(kept, NORMED_2, slot, first, ONE, count, x)
         keep_scales(kept, ln, layer, first, count, scales)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if c.gru:
@@ -474,7 +482,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
                 m = member(r, left)
                 for i in range(4 * H):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i])) + 128
-        keep(kept, BEFORE, slot, first, count, u)
+        keep(kept, BEFORE, slot, first, ONE, count, u)
         if not c.gru:
             for r in range(count):
                 for i in range(4 * H):
@@ -483,7 +491,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
             for r in range(count):
                 for i in range(4 * H):
                     u[r, i] = max(u[r, i], u8(128))
-        keep(kept, INNER, slot, first, count, u)
+        keep(kept, INNER, slot, first, ONE, count, u)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), 0, y)
@@ -531,10 +539,10 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
-@leaf
+@inlined
 def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
-    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss;
-    seed: of the window; weight: of its errors."""
+    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see
+    position_loss; seed: of the window; weight: of its errors."""
     of_distance, unit, dither = local(c.exp.size, i32), share_unit(total), dither_of(seed, t)
     for d in range(c.exp.size):                              # of tokens that are not wanted
         of_distance[d] = excess(i32(0), softmax_share(c.exp[d], unit), weight)
@@ -549,55 +557,65 @@ def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, erro
         errors[v] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
 
 
-@leaf
-def learn_head(c, z, r, errors, masks, x, sums, votes):
+@inlined
+def learn_head(c, z, r, errors, places, x, sums, votes):
     """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
-    them, and sums int32 [H] = the head times them. masks int64 [V / 64]: overwritten."""
-    weights = c.columns[c.table[c.head, 0].columns:]
-    for i in range(sums.size):
-        sums[i] = 0
-    nonzero(errors, 0, masks, 0, errors.size)
-    for block in range(errors.size // 64):
-        left = masks[block]
-        while left:
-            v = 64 * block + trailing_zeros(left)
-            left &= left - 1
-            e = i32(errors[v])
-            if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):      # it cannot follow
-                continue
-            for i in range(sums.size):
-                sums[i] += i32(e * weights[v, i])
-            for i in range(sums.size):
-                votes[v, i] += i32(e * i32(x[r, i] - 128))
+    them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
+    H = c.HIDDEN_DIM
+    head, last = c.table[c.head, 0].columns * H, i32(0)
+    part, times_last = local(H, i32), local(H, i32)          # sum of the head where the error was `last`
+    for i in range(H):
+        sums[i] = part[i] = times_last[i] = 0
+    for k in range(nonzero(errors, 0, errors.size, places, 0)):
+        v = i64(places[k])
+        e = i32(errors[v])
+        if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):          # it cannot follow
+            continue
+        if e != last:                                        # most are -1: nothing is multiplied
+            for i in range(H):
+                sums[i] += i32(last * part[i])
+                part[i], times_last[i] = 0, e * i32(x[r, i] - 128)
+            last = e
+        add_row(c.columns, head + v * H, part, 0, H)
+        add_row(times_last, 0, votes, v * H, H)
+    for i in range(H):
+        sums[i] += i32(last * part[i])
 
 
 # --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------
 
 @inlined
-def add_below(y, count, scales, x, below, along):
-    """below float32 [count, n] += what credits hand down, y int32 [count, n] times scales [count]; along [count]: the
-    same of its product with the outputs of the norm, x uint8 [count, n], + 128."""
-    for r in range(count):
-        total = i64(0)
-        for i in range(below.shape[1]):
-            total += i64(y[r, i]) * i64(i32(x[r, i]) - 128)
-            below[r, i] = f32(below[r, i] + f32(f32(y[r, i]) * scales[r]))
-        along[r] = f32(along[r] + f32(f32(total) * scales[r]))
+def nothing_below(b):
+    for r in range(b.below.shape[0]):
+        b.along[r] = f32(0)
+        for i in range(b.below.shape[1]):
+            b.below[r, i] = f32(0)
 
 
 @inlined
-def below_norm(count, below, along, x, norm, means, credit):
-    """credit float32 [count, n] += below, less what only makes a row longer, through a norm: norm int32 [n], x and means
-    float32 [count] as in `layer_norm`."""
+def add_below(b, count):
+    """Adds what came through a product to the sums of `count` Rows."""
+    for r in range(count):
+        total = i64(0)
+        for i in range(b.y.shape[1]):
+            total += i64(b.y[r, i]) * i64(i32(b.outputs[r, i]) - 128)
+            b.below[r, i] = f32(b.below[r, i] + f32(f32(b.y[r, i]) * b.scales[r]))
+        b.along[r] = f32(b.along[r] + f32(f32(total) * b.scales[r]))
+
+
+@inlined
+def through_norm(b, count, norm, means, credit):
+    """credit float32 [count, n] += the sums below a norm, less what only makes a row longer; norm int32 [n]: its
+    weights; means float32 [count]: see layer_norm."""
     for r in range(count):
         size = i32(0)
-        for i in range(below.shape[1]):
-            n = i32(x[r, i]) - i32(128)
+        for i in range(norm.size):
+            n = i32(b.outputs[r, i]) - i32(128)
             size += i32(n * n)
-        longer = f32(along[r] / f32(max(i32(1), size)))
-        for i in range(below.shape[1]):
-            c = f32(below[r, i] - f32(longer * f32(i32(x[r, i]) - i32(128))))
-            credit[r, i] = f32(credit[r, i] + f32(c * f32(f32(norm[i]) / means[r])))
+        longer = f32(b.along[r] / f32(max(i32(1), size)))
+        for i in range(norm.size):
+            across = f32(b.below[r, i] - f32(longer * f32(i32(b.outputs[r, i]) - i32(128))))
+            credit[r, i] = f32(credit[r, i] + f32(across * f32(f32(norm[i]) / means[r])))
 
 
 @leaf
@@ -659,16 +677,15 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
     the credits of h."""
     H = c.HIDDEN_DIM
     norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
-    x, means = local((GROUP, H), np.uint8), local(GROUP, f32)
+    means, b = local(GROUP, f32), new_rows(GROUP, H, H)
     errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
-    masks, sums = local(errors.size // 64, i64), local((GROUP, H), i32)
-    below, along, ones = local((GROUP, H), f32), local(GROUP, f32), local(GROUP, f32)
+    places = local(errors.size + 4, i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
     for first in range(0, rows, each):
         count = min(each, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z, means)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, b.outputs, z, means)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
@@ -679,16 +696,14 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
                 if kept.credit.size:
                     head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
                                 i32(kept.weights[row]), errors)
-                    learn_head(c, z, r, errors, masks, x, sums[r], kept.votes)
+                    learn_head(c, z, r, errors, places, b.outputs, b.y[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
                 nats[window] += np.log(mass) + (top - wanted) * c.unit
         if kept.credit.size:
-            credit = kept.credit[first:]
+            nothing_below(b)
             for r in range(count):
-                along[r], ones[r] = f32(0), f32(1)
-                for i in range(H):
-                    below[r, i] = credit[r, i] = f32(0)
-            add_below(sums, count, ones, x, below, along)
-            below_norm(count, below, along, x, norm[0, 0], means, credit)
+                b.scales[r] = f32(1)
+            add_below(b, count)
+            through_norm(b, count, norm[0, 0], means, kept.credit[first:])

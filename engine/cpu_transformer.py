@@ -4,11 +4,11 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_credits import (handed, kept_rows, note, note_embedding, nothing_below, scale_credit, scales_of, size_of,
-                                through_mlp, through_norm)
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, NORMED_1, SLOT, add_below, add_residual, amax, copy_row,
+from engine.cpu_credits import (hand, join, kept_rows, kept_scales, note, note_embedding, scale_credit, size_of,
+                                through_mlp)
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, NORMED_1, ONE, SLOT, add_below, add_residual, amax, copy_row,
                                 draw_norm, draw_sides, embed, i64, keep, keep_scales, largest, layer_norm, mlp,
-                                new_logits, new_sides, padded, product, score_rows, write_next)
+                                new_logits, new_rows, new_sides, nothing_below, padded, product, score_rows, write_next)
 from engine.cpu_rules import (attention_share, clip, exponent, f32, f64, float_of, i32, inlined, inner, leaf, njit,
                               power, shift_right, u32, whole)
 from engine.simd import PANEL, ROWS, entries, local
@@ -105,7 +105,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
         count = min(GROUP, rows - first)
         layer_norm(c, room.h[first:], count, n - first, norm, x[first:], scales)
         keep_scales(kept, LN_1, layer, first, count, scales)
-    keep(kept, NORMED_1, layer, i64(0), rows, x)
+    keep(kept, NORMED_1, layer, i64(0), ONE, rows, x)
     for param in range(W_Q, W_O):
         draw_sides(c, param, layer, S, noisy, sides)
         product(c, param, layer, sides, noisy, x, rows, n, y)
@@ -115,7 +115,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT, i64(1))
                 amax(y, first, count, one, scales)
-                keep(kept, QUERY + param - W_Q, layer, first, count, one)
+                keep(kept, QUERY + param - W_Q, layer, first, ONE, count, one)
                 keep_scales(kept, param, layer, first, count, scales)
                 for r in range(count):
                     for i in range(H):
@@ -127,7 +127,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
                             room.values[slot, m, start + t + r, i] = one[r, i]
     for m in range(members):
         attend(c, room, layer, m, m * n, start, n, kept)
-    keep(kept, ATTENDED, layer, i64(0), rows, x)
+    keep(kept, ATTENDED, layer, i64(0), ONE, rows, x)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for first in range(0, rows, GROUP):
@@ -186,9 +186,9 @@ def memory(cfg, sequences, room):
 
 # --- unit trials (SPEC 21) --------------------------------------------------------------------------------------------
 
-# Memory for one window: credits float32 [3, T, H]: of queries (those of what is read, first), keys and values; sums int32
-# [2, T, H] and as int64: pairs; of one head q, k, v, y and whole int32 [T, D], worth float32 [T, T] and trials int32 [T,
-# T] of scores
+# Memory for one window: credits float32 [3, T, H]: of queries (those of what is read, first), keys and values; sums
+# int32 [2, T, H] and as int64: pairs; of one head q, k, v, y and whole int32 [T, D], worth float32 [T, T] and trials
+# int32 [T, T] of scores
 Below = namedtuple("Below", "credits sums pairs q k v y whole worth trials")
 
 
@@ -230,8 +230,8 @@ def rounded(credits, rows, first, cols, triangle, out):
 
 @leaf
 def through_scores(c, kept, layer, b, head):
-    """From the credits b.credits[0] of what a head reads to those of its values, and sums of its queries and keys, still
-    turned; the exponent of those."""
+    """From the credits b.credits[0] of what a head reads to those of its values, and sums of its queries and keys,
+    still turned; the exponent of those."""
     T, D, shares = b.worth.shape[0], c.HEAD_DIM, kept.shares[layer, head]
     base, sums = head * D, local(D, f64)
     of_head(kept, QUERY, layer, base, i32(0), b.q)
@@ -268,18 +268,16 @@ def through_scores(c, kept, layer, b, head):
 def through_attention(c, kept, layer, b):
     """The residual stream's credits below attention, in place."""
     H, T, D = c.HIDDEN_DIM, b.worth.shape[0], c.HEAD_DIM
-    x, n, y, below = local((GROUP, H), np.uint8), local((GROUP, H), np.uint8), local((GROUP, H), i32), local((GROUP, H), f32)
-    along, scales, exponents = local(GROUP, f32), local(GROUP, f32), local(GROUP, i32)
-    unit = local(c.N_HEADS, f32)
+    unit, rows = local(c.N_HEADS, f32), new_rows(GROUP, H, H)
     for first in range(0, T, GROUP):
         count = min(GROUP, T - first)
         scale_credit(kept, W_O, layer, first, count)
-        note(kept, OF_OUTPUT, layer, first, count, kept.credit[first:], x, exponents)
-        handed(c, W_O, layer, x, exponents, count, c.SHIFT_OUT, i64(1), y, scales)
+        note(kept, OF_OUTPUT, layer, first, count, kept.credit[first:], rows)
+        hand(c, W_O, layer, rows, count, c.SHIFT_OUT, i64(1), rows)
         for r in range(count):
-            row = b.credits[0, first + r]
+            read = b.credits[0, first + r]
             for i in range(H):
-                row[i] = f32(f32(y[r, i]) * scales[r])
+                read[i] = f32(f32(rows.y[r, i]) * rows.scales[r])
     for head in range(c.N_HEADS):
         unit[head] = power(i32(through_scores(c, kept, layer, b, head) - i32(SHARE_BITS + c.SHIFT_ATTN)))
     for part in range(2):
@@ -291,18 +289,18 @@ def through_attention(c, kept, layer, b):
                     row[d] = f32(f32(f32(turned[d]) * unit[head]) * c.per_nat)
     for first in range(0, T, GROUP):
         count = min(GROUP, T - first)
-        kept_rows(kept, NORMED_1, layer, first, count, n)
-        nothing_below(below, along)
+        kept_rows(kept, NORMED_1, layer, first, count, rows.outputs)
+        nothing_below(rows)
         for part in range(3):
             credits = b.credits[part, first:]
-            scales_of(kept, W_Q + part, layer, first, count, scales)
+            kept_scales(kept, W_Q + part, layer, first, count, rows.scales)
             for r in range(count):
                 for i in range(H):
-                    credits[r, i] = f32(credits[r, i] * scales[r])
-            note(kept, OF_QUERY + part, layer, first, count, credits, x, exponents)
-            handed(c, W_Q + part, layer, x, exponents, count, i64(0), i64(1), y, scales)
-            add_below(y, count, scales, n, below, along)
-        through_norm(c, kept, LN_1, layer, first, count, below, along, n)
+                    credits[r, i] = f32(credits[r, i] * rows.scales[r])
+            note(kept, OF_QUERY + part, layer, first, count, credits, rows)
+            hand(c, W_Q + part, layer, rows, count, i64(0), i64(1), rows)
+            add_below(rows, count)
+        join(c, kept, LN_1, layer, first, count, rows)
 
 
 @njit
