@@ -1,6 +1,6 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
-Members of a population come in pairs; a pair's fitness is one ternary digit. (With noise on activations, SPEC 21, a
+Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a
 chunk has one digit for every weight instead.) A worker holds a replica of the model. It asks for a chunk of the
 population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the chunks of a step,
 appends the step to the history and answers the next request of every worker with the fitness of all pairs, from which
@@ -163,7 +163,7 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        if self.cfg.PERTURB == "activations":
+        if self.cfg.PERTURB == "units":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return steps.pack_digits(rules.chunk_fitness(losses, self.cfg)), int(losses.sum())
@@ -217,7 +217,7 @@ class Worker:
 
     def _slice_size(self, left):
         """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
-        engine has few sizes to prepare for. With noise on activations the digits are of whole chunks."""
+        engine has few sizes to prepare for. With unit trials the digits are of whole chunks."""
         size = self.cfg.CHUNK_SIZE
         while size > self.slice and self.cfg.PERTURB == "weights":
             size = size // 2 + 1 & ~1

@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, below_norm,
                                 draw_norm, i64, new_sides, product)
-from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, whole
+from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, u32, whole
 from engine.simd import PANEL, local
 from model import units
 
@@ -148,21 +148,21 @@ def operand(kept, name, layer, top, out):
 
 @njit
 def inputs_of(kept, name, layer, words):
-    """words uint32 [inputs, rows / 4]: kept inputs of matrices, four positions a word."""
+    """words uint32 [rows / 4, inputs]: kept inputs of matrices, four positions a word."""
     place = kept.places[name, layer]
-    for k in range(words.shape[1]):
+    for k in range(words.shape[0]):
         a, b, c, d = (kept.bytes[4 * k, place:], kept.bytes[4 * k + 1, place:], kept.bytes[4 * k + 2, place:],
                       kept.bytes[4 * k + 3, place:])
-        for i in range(words.shape[0]):
-            words[i, k] = a[i] | b[i] << 8 | c[i] << 16 | d[i] << 24
+        for i in range(words.shape[1]):
+            words[k, i] = u32(a[i]) | u32(u32(b[i]) << u32(8)) | u32(u32(c[i]) << u32(16)) | u32(u32(d[i]) << u32(24))
 
 
 @njit
 def add_products(x, credits, votes):
-    """votes int32 [inputs, units padded to PANEL] += x . credits: x uint8 [inputs, n], moved by 128; credits int8 [n,
-    units]; n a multiple of 4."""
+    """votes int32 [inputs, units padded to PANEL] += inputs . credits: x uint8 [n / 4, 4 inputs], of `inputs_of`; credits
+    int8 [n, units]; n a multiple of 4."""
     for p in range(votes.shape[1] // PANEL):
-        add_product(x, credits[:, p * PANEL:(p + 1) * PANEL], votes, p)
+        add_product(x, i64(4), x.shape[1], credits[:, p * PANEL:(p + 1) * PANEL], votes, p)
 
 
 @njit
@@ -184,25 +184,22 @@ def add_looked_up(credits, tokens, factor, votes):
 @njit
 def add_up(sums, first, end):
     """int64: the total size of columns first..end - 1 of sums int32 [threads, n], after all rows are added to the
-    first."""
+    first; the others are then 0."""
     total, all_ = i64(0), sums[0, first:end]
     for k in range(1, sums.shape[0]):
         its = sums[k, first:end]
         for i in range(its.size):
             all_[i] += its[i]
+            its[i] = 0
     for i in range(all_.size):
         total += abs(i64(all_[i]))
     return total
 
 
 @njit
-def signs(sums, by_column, least, out, first, end):
-    """out int8 [rows / 4, cols, 4], or [1, cols, 1], blocks first..end - 1: the signs of sums of at least this size, else
-    0. sums int32 [rows, >= cols], by column: [cols, rows]."""
-    group = out.shape[2]
-    for block in range(first, end):
-        for col in range(out.shape[1]):
-            for k in range(group):
-                r = group * block + k
-                vote = i64(sums[col, r] if by_column else sums[r, col])
-                out[block, col, k] = (vote >= least) - (vote <= -least)
+def signs(sums, least, out):
+    """out int8 [n]: the signs of sums int32 [n] of at least this size, else 0; the sums are then 0."""
+    least = i32(min(least, i64((1 << 31) - 1)))
+    for i in range(out.size):
+        out[i] = i32(sums[i] >= least) - i32(sums[i] <= -least)
+    sums[:] = 0

@@ -123,7 +123,7 @@ class CpuEngine:
         return 2 * min(TOGETHER, -(-count // (2 * self.threads)))
 
     def _unit_votes(self, cfg):
-        return cpu_votes.UnitVotes(cfg, self.threads, self._job)
+        return cpu_votes.UnitVotes(cfg, self.threads, self._job, self._spread)
 
     def _is_by_token(self, t):
         """Whether the Model has the columns of an array: credits of the head go through few of them."""
@@ -218,12 +218,12 @@ class CpuEngine:
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
         the step (bytes, model.steps)."""
         self._stop()
-        cfg, digits = self.cfg, rules.unpacked_digits(fitness, self.cfg.STEP_DIGITS)
+        cfg = self.cfg
         if self._units:
-            sums = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-            votes = (parameters.from_canonical(sums[t.span], t.cols) if t.matrix else sums[t.span][None]
-                     for t in self._tensors)
+            sums = self._units.digit_sums(fitness)
+            votes = (sums[t.span] for t in self._tensors)
         else:
+            digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
             voting = np.flatnonzero(digits)
             seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
             signs = digits[voting].astype(np.int32)
@@ -243,15 +243,19 @@ class CpuEngine:
         return votes
 
     def _update_tensor(self, t, votes):
-        """Moves one array by its votes; number of weights changed."""
+        """Moves one array by its votes int32, [>= rows, >= cols] or in canonical order; number of weights changed."""
         cfg = self.cfg
         row = self._table[t.param, t.layer]
-        changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
+        changed_rows, changed_cols = (np.zeros(n if cfg.ADAPTIVE_NOISE_MODE else 0, np.uint8) for n in (t.rows, t.cols))
         group = 4 if t.matrix else 1
         o = rules.update_constants(cfg, cfg.learning_rate(self.step), t)
+        if o.rule == rules.MUON and votes.ndim == 1:
+            votes = parameters.from_canonical(votes, t.cols)
         x = self._muon_direction(o, t, row, votes) if o.rule == rules.MUON else np.empty((0, 0), np.float32)
+        width = votes.shape[-1]
+        strides = (group * width, width, 1) if votes.ndim > 1 else (group * t.cols, 1, group)
         changed = sum(self._spread(t.rows // group, 4 * t.size, cpu_votes.apply_votes, o, self._model.weights, row,
-                                   group, votes, x, self._moments, changed_rows, changed_cols))
+                                   group, votes.ravel(), strides, x, self._moments, changed_rows, changed_cols))
         sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
         for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
             part = self._model.overlay[at:at + moved.size]

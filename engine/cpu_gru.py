@@ -56,13 +56,10 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            keep(kept, STATE, layer, r, ONE, state[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-            keep(kept, GATE, layer, r, ONE, open_[s:])
-            keep(kept, GATED, layer, r, ONE, past[s:])
         product(c, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, 0, y)
         for s in range(sequences):
@@ -74,7 +71,10 @@ def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept)
                 h[s, i] = after
                 x[r, i] = clip(i32(x[r, i] + after))
                 y[s, i] = new + 128
-            keep(kept, CANDIDATE, layer, r, ONE, y[s:])
+        for name, values in ((STATE, state), (GATED, past)):
+            keep(kept, name, layer, t, n, sequences, values)
+        for name, values in ((GATE, open_), (CANDIDATE, y)):
+            keep(kept, name, layer, t, n, sequences, values)
 
 
 @leaf
@@ -91,7 +91,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, kept):
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n, means)
-        keep(kept, NORMED_1, layer, at, count, n)
+        keep(kept, NORMED_1, layer, at, ONE, count, n)
         keep_scales(kept, LN_1, layer, at, count, means)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, 0, gates[at:])

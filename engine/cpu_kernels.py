@@ -13,9 +13,9 @@ import numpy as np
 from engine import simd
 from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32, factor, hash32, i32, inlined, inner,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
-                              share_unit, shift_right, softmax_share, table_term, trailing_zeros, u32)
+                              share_unit, shift_right, softmax_share, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from engine.simd import PANEL, ROWS, add_row, dithered, entry_sum, local, noisy_tile, nonzero, tile
 from model import integer_tables, parameters, units
 from model.rules import DITHER_STEP
 
@@ -29,7 +29,7 @@ u8 = np.uint8
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
-ONE = i64(1)                # row
+ONE = i64(1)
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -165,11 +165,11 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def keep(kept, name, layer, first, count, x):
-    """Keeps x [count, n], bytes, in rows first.. of a Kept."""
+def keep(kept, name, layer, first, step, count, x):
+    """Keeps x [count, n], bytes, in every step-th row of a Kept from `first` on."""
     place = kept.places[name, layer]
     for r in range(count if kept.bytes.size else 0):
-        row = kept.bytes[first + r, place:]
+        row = kept.bytes[first + r * step, place:]
         for i in range(x.shape[1]):
             row[i] = x[r, i]
 
@@ -332,18 +332,19 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
         for r in range(0, rows, ROWS):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
-                noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
+                noisy_tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, c.divisor, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
+                tile(x, r * t.rows, t.rows, 4, c.packed, weights, c.correction, correction, 0, c.divisor, out, at,
                      out.shape[1], k4)
 
 
 @inner
-def add_product(x, sums, votes, p):
+def add_product(x, stride, step, sums, votes, p):
     """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . sums. x uint8
-    [padded rows, n]: moved by 128; sums int8 [n, PANEL at most]: columns of this panel; n a multiple of 4."""
-    length, padded = x.shape[1], votes.shape[1]
+    [padded rows, n], moved by 128, with the strides of a row and of four elements of it; sums int8 [n, PANEL at most]:
+    columns of this panel; n a multiple of 4."""
+    length, padded = sums.shape[0], votes.shape[1]
     words, correction = np.zeros(length // 4 * PANEL, u32), np.zeros(PANEL, i32)
     for k in range(length // 4):
         for j in range(sums.shape[1]):
@@ -358,7 +359,7 @@ def add_product(x, sums, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
+        tile(x, r * stride, stride, step, panel, 0, votes, at, padded, 0, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -464,7 +465,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x, scales)
-        keep(kept, NORMED_2, slot, first, count, x)
+        keep(kept, NORMED_2, slot, first, ONE, count, x)
         keep_scales(kept, ln, layer, first, count, scales)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if c.gru:
@@ -474,7 +475,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
                 m = member(r, left)
                 for i in range(4 * H):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i])) + 128
-        keep(kept, BEFORE, slot, first, count, u)
+        keep(kept, BEFORE, slot, first, ONE, count, u)
         if not c.gru:
             for r in range(count):
                 for i in range(4 * H):
@@ -483,7 +484,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, kept, slot):
             for r in range(count):
                 for i in range(4 * H):
                     u[r, i] = max(u[r, i], u8(128))
-        keep(kept, INNER, slot, first, count, u)
+        keep(kept, INNER, slot, first, ONE, count, u)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), 0, y)
@@ -531,7 +532,7 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
-@leaf
+@inlined
 def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
     """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see position_loss;
     seed: of the window; weight: of its errors."""
@@ -549,26 +550,29 @@ def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, erro
         errors[v] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
 
 
-@leaf
-def learn_head(c, z, r, errors, masks, x, sums, votes):
+@inlined
+def learn_head(c, z, r, errors, places, x, sums, votes):
     """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
-    them, and sums int32 [H] = the head times them. masks int64 [V / 64]: overwritten."""
-    weights = c.columns[c.table[c.head, 0].columns:]
-    for i in range(sums.size):
-        sums[i] = 0
-    nonzero(errors, 0, masks, 0, errors.size)
-    for block in range(errors.size // 64):
-        left = masks[block]
-        while left:
-            v = 64 * block + trailing_zeros(left)
-            left &= left - 1
-            e = i32(errors[v])
-            if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):      # it cannot follow
-                continue
-            for i in range(sums.size):
-                sums[i] += i32(e * weights[v, i])
-            for i in range(sums.size):
-                votes[v, i] += i32(e * i32(x[r, i] - 128))
+    them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
+    H = c.HIDDEN_DIM
+    head, last = c.table[c.head, 0].columns * H, i32(0)
+    part, times_last = local(H, i32), local(H, i32)          # sum of the head where the error was `last`
+    for i in range(H):
+        sums[i] = part[i] = times_last[i] = 0
+    for k in range(nonzero(errors, 0, errors.size, places, 0)):
+        v = i64(places[k])
+        e = i32(errors[v])
+        if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):          # it cannot follow
+            continue
+        if e != last:                                        # most are -1: nothing is multiplied
+            for i in range(H):
+                sums[i] += i32(last * part[i])
+                part[i], times_last[i] = 0, e * i32(x[r, i] - 128)
+            last = e
+        add_row(c.columns, head + v * H, part, 0, H)
+        add_row(times_last, 0, votes, v * H, H)
+    for i in range(H):
+        sums[i] += i32(last * part[i])
 
 
 # --- credits below a norm (SPEC 21) -----------------------------------------------------------------------------------
@@ -661,7 +665,7 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
     norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
     x, means = local((GROUP, H), np.uint8), local(GROUP, f32)
     errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
-    masks, sums = local(errors.size // 64, i64), local((GROUP, H), i32)
+    places, sums = local(errors.size + 4, i32), local((GROUP, H), i32)
     below, along, ones = local((GROUP, H), f32), local(GROUP, f32), local(GROUP, f32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
@@ -679,7 +683,7 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
                 if kept.credit.size:
                     head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
                                 i32(kept.weights[row]), errors)
-                    learn_head(c, z, r, errors, masks, x, sums[r], kept.votes)
+                    learn_head(c, z, r, errors, places, x, sums[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)

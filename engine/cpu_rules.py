@@ -116,11 +116,6 @@ def rint(builder, f: float32):
 
 
 @operation(int64)
-def trailing_zeros(builder, mask: int64):
-    return builder.cttz(mask, ir.IntType(1)(1))
-
-
-@operation(int64)
 def log2_floor(builder, q: int64):
     return builder.sub(q.type(63), builder.ctlz(q, ir.IntType(1)(1)))
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.cpu_credits import (handed, kept_rows, note, note_embedding, nothing_below, scale_credit, scales_of, size_of,
                                 through_mlp, through_norm)
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, NORMED_1, SLOT, add_below, add_residual, amax, copy_row,
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, NORMED_1, ONE, SLOT, add_below, add_residual, amax, copy_row,
                                 draw_norm, draw_sides, embed, i64, keep, keep_scales, largest, layer_norm, mlp,
                                 new_logits, new_sides, padded, product, score_rows, write_next)
 from engine.cpu_rules import (attention_share, clip, exponent, f32, f64, float_of, i32, inlined, inner, leaf, njit,
@@ -105,7 +105,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
         count = min(GROUP, rows - first)
         layer_norm(c, room.h[first:], count, n - first, norm, x[first:], scales)
         keep_scales(kept, LN_1, layer, first, count, scales)
-    keep(kept, NORMED_1, layer, i64(0), rows, x)
+    keep(kept, NORMED_1, layer, i64(0), ONE, rows, x)
     for param in range(W_Q, W_O):
         draw_sides(c, param, layer, S, noisy, sides)
         product(c, param, layer, sides, noisy, x, rows, n, y)
@@ -115,7 +115,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT, i64(1))
                 amax(y, first, count, one, scales)
-                keep(kept, QUERY + param - W_Q, layer, first, count, one)
+                keep(kept, QUERY + param - W_Q, layer, first, ONE, count, one)
                 keep_scales(kept, param, layer, first, count, scales)
                 for r in range(count):
                     for i in range(H):
@@ -127,7 +127,7 @@ def attention(c, layer, S, noisy, members, n, start, room, kept):
                             room.values[slot, m, start + t + r, i] = one[r, i]
     for m in range(members):
         attend(c, room, layer, m, m * n, start, n, kept)
-    keep(kept, ATTENDED, layer, i64(0), rows, x)
+    keep(kept, ATTENDED, layer, i64(0), ONE, rows, x)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for first in range(0, rows, GROUP):

@@ -7,12 +7,13 @@ import numpy as np
 
 from engine import cpu_credits, cpu_gru, cpu_transformer
 from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
-from engine.cpu_rules import adamw, f32, fma, i32, muon, njit, rule, sgd, u32, whole_step, ztest
+from engine.cpu_rules import adamw, f32, fma, i32, leaf, muon, njit, rule, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, local
 from model import parameters, steps, units
-from model.rules import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
+from model.rules import ADAMW, MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
+MOVED = 256                 # weights that AdamW moves in vectors
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 TOGETHER = 16               # windows that a thread reads together: in the recurrent model they fill two tiles
 # What was read of windows: their Kept; tokens int32 [n]; loss: int
@@ -74,7 +75,7 @@ def panel_votes(c, t, seeds, x, votes, first, end):
         for q in range(seeds.size):
             for j in range(noise.shape[1]):
                 noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
-        add_product(x, noise, votes, p)
+        add_product(x, x.shape[1], i64(4), noise, votes, p)
 
 
 @njit
@@ -93,18 +94,19 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
 # --- votes of unit trials ---------------------------------------------------------------------------------------------
 
 class UnitVotes:
-    """Reads windows for CpuEngine, and votes. threads, job: of the engine."""
+    """Reads windows for CpuEngine, and votes. threads, job, spread: of the engine."""
 
-    def __init__(self, cfg, threads, job):
-        self.cfg, self._threads, self._job = cfg, threads, job
-        self._tensors, (self._places, self._width) = parameters.tensors(cfg), layout(cfg)
+    def __init__(self, cfg, threads, job, spread):
+        self.cfg, self._threads, self._job, self._spread = cfg, threads, job, spread
+        self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
+        self._places, self._width = layout(cfg)
         matrices, self._biases, self._embedding = units.votes(cfg)
         self._head, self._matrices = matrices[0].tensor, matrices[1:]
         # the sums of votes, one after the other: int32 [V, H] of the head and embedding, [rows, cols padded] of others
         self._by_token = {self._head, self._embedding}
         voting = self._by_token | {vote.tensor for vote in self._matrices} | {tensor for tensor, _ in self._biases}
-        self._shapes, self._ends = {}, [0]
-        for t in self._tensors:
+        self._shapes, self._ends, self._spare = {}, [0], []
+        for t in parameters.tensors(cfg):
             if t in voting:
                 padded = -(-t.cols // PANEL) * PANEL
                 self._shapes[t] = (t.cols, t.rows) if t in self._by_token else (t.rows, padded)
@@ -120,7 +122,10 @@ class UnitVotes:
                 for (t, shape), at, end in zip(self._shapes.items(), self._ends, self._ends[1:])}
 
     def pool(self):
-        """(int32 [threads, n], list): memory for the sums of a chunk, and the rows of it that no thread has."""
+        """(int32 [threads, n], list): memory for the sums of a chunk, which are 0, and the rows of it that no thread
+        has."""
+        if self._spare:
+            return self._spare.pop()
         return np.zeros((self._threads, self._ends[-1]), np.int32), list(range(self._threads))
 
     def read(self, c, pool, windows, seed, weights=None, counted=None):
@@ -132,7 +137,7 @@ class UnitVotes:
             weights, counted = np.full(n, units.FULL, np.int8), np.ones((n, T), bool)
         weights = (weights[:, None] * counted).astype(np.int8).ravel()
         tokens = np.ascontiguousarray(windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T])
-        forward, each = (cpu_gru, n) if cfg.MODEL == "gru" else (cpu_transformer, 1)
+        each = n if cfg.MODEL == "gru" else 1
         (memory, free), losses = pool, np.empty((1, n * T), np.int64)
         mine = free.pop()
         kept = new_kept(c, self._places, self._width, rows, T * (each == 1), self._sums(memory[mine])[self._head],
@@ -141,8 +146,8 @@ class UnitVotes:
             part = slice(at * T, (at + each) * T)
             its = kept._replace(bytes=kept.bytes[part], exponents=kept.exponents[part], scales=kept.scales[part],
                                 credit=kept.credit[part], weights=weights[part], seed=u32(seed + at & 0xFFFFFFFF))
-            forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
-            forward.hand_down(c, its, tokens[at:at + each])
+            self._forward.run_windows(c, losses[:, part], NO_NATS, windows[at:at + each], cfg.STATE_TOKENS, T, u32(0), 0, its)
+            self._forward.hand_down(c, its, tokens[at:at + each])
         free.append(mine)
         return Reading(kept, tokens.ravel(), int(losses.sum()))
 
@@ -174,7 +179,7 @@ class UnitVotes:
         for tensor, name, of in self._matrices:
             slot = self._slot(of, tensor.layer, "")
             if slot not in inputs:
-                inputs[slot] = np.empty((tensor.rows, rows // 4), np.uint32)
+                inputs[slot] = np.empty((rows // 4, tensor.rows), np.uint32)
                 cpu_credits.inputs_of(part.kept, *slot, inputs[slot])
             cpu_credits.add_products(inputs[slot].view(np.uint8), operands[name], sums[tensor])
         for tensor, name in self._biases:
@@ -190,19 +195,35 @@ class UnitVotes:
         self._job([(pool, top, part) for part in read], self._vote).finish()
         digits, (memory, _) = np.zeros(self.cfg.CHUNK_DIGITS, np.int8), pool
 
-        def send(t, sums, at, end):
+        def send(t, at, end):
+            small = np.empty(end - at, np.int8)
             least = units.least_vote(self.cfg, t, cpu_credits.add_up(memory, at, end))
-            group = 4 if t.matrix else 1
-            cpu_credits.signs(sums, t in self._by_token, least, digits[t.span].reshape(-1, t.cols, group), 0,
-                              t.rows // group)
+            cpu_credits.signs(memory[0, at:end], least, small)
+            small, its = small.reshape(self._shapes[t]), digits[t.span]
+            if t in self._by_token:                          # four of a token, side by side in either order
+                its.view(np.int32).reshape(-1, t.cols)[:] = small.view(np.int32).T
+            else:
+                its[:] = parameters.to_canonical(small[:, :t.cols]) if t.matrix else small[0, :t.cols]
 
-        self._job([(t, sums, at, end) for (t, sums), at, end in
-                   zip(self._sums(memory[0]).items(), self._ends, self._ends[1:])], send).finish()
-        return steps.pack_digits(digits), sum(part.loss for part in read)
+        self._job(list(zip(self._shapes, self._ends, self._ends[1:])), send).finish()
+        self._spare.append(pool)
+        packed = np.empty(digits.size // 5, np.uint8)
+        self._spread(packed.size, digits.size, pack_digits, digits, packed)
+        return packed.tobytes(), sum(part.loss for part in read)
+
+    def digit_sums(self, fitness):
+        """int32 [CHUNK_DIGITS]: the sums over chunks of the packed digits of a step. Raises ValueError, see
+        steps.check_digits."""
+        cfg = self.cfg
+        steps.check_digits(fitness, cfg.STEP_DIGITS)
+        packed, sums = np.frombuffer(fitness, np.uint8).reshape(cfg.N_CHUNKS, -1), np.zeros(cfg.CHUNK_DIGITS, np.int32)
+        self._spread(packed.shape[1], packed.size, add_digits, packed, sums)
+        return sums
 
     def vote_on_nothing(self, c):
-        """Compiles what `chunk` calls, or loads it from the cache."""
+        """Compiles what hands down and votes, or loads it from the cache."""
         nothing = Reading(nothing_kept(c), np.empty(0, np.int32), 0)
+        self._forward.hand_down(c, nothing.kept, np.empty((1, 0), np.int32))
         self.chunk([nothing], self.pool())
 
 
@@ -251,7 +272,7 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
                     out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
 
 
-@njit                       # not `inner`: optimized only within its caller, it takes more than twice the time
+@leaf
 def move(o, vote, direction, weight, moments):
     """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
     if o.rule == ZTEST:
@@ -259,37 +280,86 @@ def move(o, vote, direction, weight, moments):
         return ztest(vote, weight, least) if vote >= least or vote <= -least else i32(0)
     if o.rule == SGD:
         acc = sgd(vote, moments[2], o.lr)
-    elif o.rule == MUON:
-        acc = muon(direction, o.size, weight, moments[2], o.lr, o.decay)
     else:
-        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], o.lr, o.beta1,
-                                            o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay)
+        acc = muon(direction, o.size, weight, moments[2], o.lr, o.decay)
     step, moments[2] = whole_step(weight, acc)
     return step
 
 
+@leaf
+def adamw_moves(o, votes, weights, moments, moves):
+    """moves int32 [n] of weights int8 [>= n] by their votes int32 [>= n]; moments float32 [>= n, 3] change in place."""
+    n = moves.size
+    m, v, acc = local(n, f32), local(n, f32), local(n, f32)
+    for i in range(n):
+        m[i], v[i], acc[i] = moments[i, 0], moments[i, 1], moments[i, 2]
+    for i in range(n):
+        m[i], v[i], acc[i] = adamw(votes[i], i32(weights[i]), m[i], v[i], acc[i], o.lr, o.beta1, o.one_less_beta1,
+                                   o.beta2, o.one_less_beta2, o.eps, o.decay)
+    for i in range(n):
+        moves[i], acc[i] = whole_step(i32(weights[i]), acc[i])
+    for i in range(n):
+        moments[i, 0], moments[i, 1], moments[i, 2] = m[i], v[i], acc[i]
+
+
 @njit
-def apply_votes(o, weights, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
-    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols],
-    or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
-    number. group: 4 rows of a matrix are stored together, a vector is one row."""
-    cols, changed = t.cols, 0
-    direction = f32(0)
+def apply_votes(o, weights, t, group, votes, strides, x, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes, int32 with strides of
+    a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side]; the number of those that
+    changed, and where changed_rows and changed_cols are not empty, marks in them. group: 4 rows of a matrix are stored
+    together, a vector is one row."""
+    cols, changed, direction = t.cols, 0, f32(0)
+    moves, some = local(MOVED, i32), local(MOVED, i32)
     for block in range(first, end):
-        for col in range(cols):
-            for k in range(group):
-                at = t.weights + (block * cols + col) * group + k
-                weight = i32(weights[at])
-                if o.rule == MUON:
-                    r = block * group + k
-                    direction = x[r, col] if t.rows <= cols else x[col, r]
-                step = move(o, votes[block * group + k, col], direction, weight, moments[at])
-                if step:
-                    weights[at] = weight + step
-                    changed_rows[block * group + k] = 1
-                    changed_cols[col] = 1                   # threads only ever write the same 1
-                    changed += 1
+        for col in range(0, cols, MOVED // group):
+            n = min(MOVED // group, cols - col)
+            at, its = t.weights + (block * cols + col) * group, votes[block * strides[0] + col * strides[2]:]
+            for j in range(n):
+                for k in range(group):
+                    some[j * group + k] = its[j * strides[2] + k * strides[1]]
+            if o.rule == ADAMW:
+                adamw_moves(o, some, weights[at:], moments[at:], moves[:n * group])
+            for j in range(n if o.rule != ADAMW else 0):
+                for k in range(group):
+                    i, r = j * group + k, block * group + k
+                    if o.rule == MUON:
+                        direction = x[r, col + j] if t.rows <= cols else x[col + j, r]
+                    moves[i] = move(o, some[i], direction, i32(weights[at + i]), moments[at + i])
+            its_weights = weights[at:]
+            for i in range(n * group):
+                its_weights[i] += moves[i]
+                changed += abs(moves[i])
+            for i in range(n * group if changed_rows.size else 0):
+                if moves[i]:
+                    changed_rows[block * group + i % group] = 1
+                    changed_cols[col + i // group] = 1      # threads only ever write the same 1
     return changed
+
+
+@njit
+def pack_digits(digits, packed, first, end):
+    """Bytes first..end - 1 of packed digits: of model.steps, whose count is a multiple of 5."""
+    digits = digits[5 * first:5 * end].reshape(-1, 5)
+    packed = packed[first:end]
+    for i in range(packed.size):
+        value = i32(0)
+        for k in range(4, -1, -1):
+            value = 3 * value + (digits[i, k] if digits[i, k] >= 0 else i32(2))
+        packed[i] = value
+
+
+@njit
+def add_digits(packed, sums, first, end):
+    """sums int32 [5 n], from 5 first to 5 end - 1: of the digits in packed uint8 [chunks, n]."""
+    sums = sums[5 * first:5 * end].reshape(-1, 5)
+    for chunk in range(packed.shape[0]):
+        its = packed[chunk, first:end]
+        for i in range(its.size):
+            value = i32(its[i])
+            for k in range(5):
+                digit = value % i32(3)
+                sums[i, k] += digit - 3 * (digit >> 1)
+                value = value // i32(3)
 
 
 @njit

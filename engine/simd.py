@@ -221,13 +221,13 @@ def _quotient(builder, y, divisor):
     return builder.xor(q, _all(q.type, -128))
 
 
-def _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4):
+def _product(builder, begin, x, x_stride, x_step, w, divisor, out, out_stride, k4):
     """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly; where out is int8, its quotient. x uint8 (row
-    stride in bytes), w int8 [k4, PANEL, 4], contiguous, out int32 or int8 (row stride in elements)."""
+    stride, and step from four to the next, in bytes), w int8 [k4, PANEL, 4], contiguous, out int32 or int8 (row stride in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
-        word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
+        word = _load(builder, builder.gep(rows[r], [builder.mul(k, x_step)]), I32)
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
     panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
@@ -236,17 +236,17 @@ def _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4):
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, divisor: types.int32, out: "array",
+def tile(builder, x: "array", x_stride, x_step, w: "array", init: "array", init_stride, divisor: types.int32, out: "array",
          out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
-    _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, x_step, w, divisor, out, out_stride, k4)
 
 
 @operation(types.void)
-def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "array", noise: "array", noise_stride,
-               shift: types.int32, divisor: types.int32, out: "array", out_stride, k4):
+def noisy_tile(builder, x: "array", x_stride, x_step, w: "array", init: "array", sums: "array", noise: "array",
+               noise_stride, shift: types.int32, divisor: types.int32, out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + (sums[r] * noise[r // 2] >> shift) + x . w in row r, all int32: init one row, sums
     [ROWS], noise as many rows as its stride, in elements, allows: a stride of 0 repeats one. The others: see
     `_product`."""
@@ -258,7 +258,7 @@ def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "
         first = _load(builder, builder.gep(init, [c]), vector)
         return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-    _product(builder, begin, x, x_stride, w, divisor, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, x_step, w, divisor, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -398,10 +398,39 @@ def dithered(builder, table: "array", top, shift, z: "array", count, dither, ste
         _store(builder, builder.add(third, builder.bitcast(builder.or_(*carries), bytes_)), builder.gep(out, [at]))
 
 
-@operation(types.void)
-def nonzero(builder, x: "array", masks: "array", count):
-    """masks int64 [count / 64, rounded up]: bits of the int8 that are not 0; x reaches to the next multiple of 64."""
-    bytes_ = _vector(I8, 64)
+@operation(types.int64)
+def nonzero(builder, x: "array", count, out: "array"):
+    """How many of int8 x are not 0; out int32: their numbers, in order. x reaches to the next multiple of 64, where it is
+    0, and out 4 beyond."""
+    bytes_, total = _vector(I8, 64), cgutils.alloca_once_value(builder, I64(0))
+    left, zero = cgutils.alloca_once(builder, I64), ir.IntType(1)(0)
     with _blocks(builder, count) as at:
         found = builder.icmp_signed("!=", _load(builder, builder.gep(x, [at]), bytes_), _all(bytes_, 0))
-        builder.store(builder.bitcast(found, I64), builder.gep(masks, [builder.sdiv(at, I64(64))]))
+        mask, first = builder.bitcast(found, I64), builder.load(total)
+        number = builder.ctpop(mask)
+        builder.store(mask, left)
+
+        def tell(k):
+            bits = builder.load(left)
+            place = builder.trunc(builder.add(at, builder.cttz(bits, zero)), I32)
+            builder.store(place, builder.gep(out, [builder.add(first, k)]))
+            builder.store(builder.and_(bits, builder.sub(bits, I64(1))), left)
+
+        for k in range(4):                                   # there are seldom more: no branch is guessed wrong
+            tell(I64(k))
+        more = builder.sub(number, I64(4))
+        with cgutils.for_range(builder, builder.select(builder.icmp_signed(">", more, I64(0)), more, I64(0)),
+                               intp=I64) as loop:
+            tell(builder.add(loop.index, I64(4)))
+        builder.store(builder.add(first, number), total)
+    return builder.load(total)
+
+
+@operation(types.void)
+def add_row(builder, x: "array", out: "array", count):
+    """out int32 += x, int8 or int32; count: a multiple of 32."""
+    with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+        at, vector = builder.mul(loop.index, I64(32)), _vector(I32, 32)
+        more, place = _load(builder, builder.gep(x, [at]), _vector(x.type.pointee, 32)), builder.gep(out, [at])
+        more = builder.sext(more, vector) if x.type.pointee == I8 else more
+        _store(builder, builder.add(_load(builder, place, vector), more), place)

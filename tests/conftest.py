@@ -20,7 +20,7 @@ from model import parameters
 from compiling import compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
-from fakes import ACTIVATIONS, CFG, Dice
+from fakes import UNITS, CFG, Dice
 from commands import certificate
 
 with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` need not have hypothesis
@@ -46,7 +46,7 @@ def compiled_once_for(cfg):
 
 
 compiled, compiled_gru = compiled_once_for(CFG), compiled_once_for(egg_config.make(MODEL="gru"))
-compiled_activations = compiled_once_for(ACTIVATIONS)
+compiled_units = compiled_once_for(UNITS)
 
 
 def shared(tmp_path_factory):

@@ -20,12 +20,11 @@ from model.steps import pack_digits
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
                       POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
                       AUDIT_RATE=0.0)
-# the same with noise on activations, where a chunk gives a digit for every weight
-ACTIVATIONS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=8, LOSS="exact", HOST_GAUSSIAN=1,
-                          ADAPTIVE_NOISE_MODE=0)
+# the same with unit trials, where a chunk gives a digit for every weight
+UNITS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="units", LOSS="exact", HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0)
 # what a configuration with an objective has
-REWARDED = dict(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=4, LOSS="exact", HOST_GAUSSIAN=1,
-                ADAPTIVE_NOISE_MODE=0, OBJECTIVE="0" * 64)
+REWARDED = dict(MODEL="gru", HEAD_DIM=64, PERTURB="units", LOSS="exact", HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0,
+                OBJECTIVE="0" * 64)
 
 
 def any_fitness(cfg, rng):

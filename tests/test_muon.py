@@ -9,7 +9,7 @@ from engine import hardware
 from engine.cpu_engine import CpuEngine
 from model import parameters, rules
 from model.parameters import from_canonical
-from activations_compared import fma
+from units_compared import fma
 from fakes import any_fitness
 from readings import BASE, equal, votes_on
 

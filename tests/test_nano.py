@@ -16,7 +16,7 @@ from recordings import write_decoding
 sys.path.append(os.path.join(egg_config.ROOT, "examples"))
 import nano                                                  # noqa: E402
 
-COMPILED = ["compiled_activations"]                          # for conftest.py
+COMPILED = ["compiled_units"]                          # for conftest.py
 STEPS = 20
 LINES = (b"%d times %d is %d.\n\0" % (a, b, a * b) for a in range(40) for b in range(40))
 TEXT = np.frombuffer(b"".join(LINES), np.uint8)
@@ -45,7 +45,7 @@ def of_engine(flat, t):
 
 
 @pytest.fixture(scope="module")
-def trained(compiled_activations):
+def trained(compiled_units):
     """(CpuEngine, what nano.train yielded last) after STEPS steps."""
     done = subprocess.run([sys.executable, "-c", COURSE], input=pickle.dumps((TEXT, STEPS, SCHEDULES)), check=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": os.path.dirname(nano.__file__)})

@@ -627,7 +627,7 @@ def test_another_objective_is_named_as_a_difference():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, compiled_activations):
+def place(tmp_path_factory, compiled_units):
     """A directory with a text, a file of an objective and a saved run `ckpt` of one step."""
     at = tmp_path_factory.mktemp("place")
     TOKENS.tofile(at / "input.bin")

@@ -17,7 +17,7 @@ from model.parameters import initial_state
 from model.parameters import digest_of
 from tools import use
 from coordinators import Server, filled, until
-from fakes import ACTIVATIONS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
+from fakes import UNITS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
 
 # Names and contents that were synced, changes of names since, one by one, and what was promised by then: `step`,
 # which a worker has seen; of the snapshots of `epoch` the steps that are `listed`, the `best`, and its `figure`
@@ -190,7 +190,7 @@ class Paid(FakeEngine, FakeObjective):
 
 
 OFTEN = dict(SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=0)
-KINDS = {"weights": changed(**OFTEN), "activations": ACTIVATIONS.changed(**OFTEN),
+KINDS = {"weights": changed(**OFTEN), "activations": UNITS.changed(**OFTEN),
          "objective": changed(**REWARDED, **OFTEN)}
 
 

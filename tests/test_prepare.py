@@ -100,7 +100,7 @@ def test_prepare_asks_before_it_replaces(here, monkeypatch):
         assert run(line).returncode == status and (old.read_bytes() == b"old") == bool(status)
 
 
-def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled_activations):
+def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled_units):
     """By what is in them, not by their names."""
     for name, text in ("a", TEXT), ("b", TEXT.upper()):
         (here / name).mkdir()

@@ -21,7 +21,7 @@ from model import parameters
 from model.parameters import digest_of, initial_state
 from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
                           whole)
-from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
+from fakes import UNITS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 from tools import use
 
@@ -162,7 +162,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
+@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), UNITS.changed(SNAPSHOT_EVERY=4)],
                   ids=["weights", "activations"])
 def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
@@ -184,7 +184,7 @@ def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, 
 
 def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
     """As if it had been damaged after the coordinator looked at it."""
-    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cfg = UNITS.changed(SNAPSHOT_EVERY=4)
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
         until(lambda: not server.shelf.doubtful)
@@ -197,7 +197,7 @@ def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tm
 
 
 def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
-    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cfg = UNITS.changed(SNAPSHOT_EVERY=4)
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
     flip(first)

@@ -17,7 +17,7 @@ from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
-from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
+from fakes import UNITS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
 from model import steps
 
 
@@ -218,7 +218,7 @@ class ErrsOnce(Liar):
         return super().evaluate(first, count)
 
 
-both = mark.parametrize("base", [CFG, ACTIVATIONS], ids=["weights", "activations"])
+both = mark.parametrize("base", [CFG, UNITS], ids=["weights", "activations"])
 
 
 @both
@@ -251,9 +251,9 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
 
 
 def test_digits_of_an_odd_share_are_audited(tmp_path):
-    with Server(tmp_path, ACTIVATIONS.changed(AUDIT_RATE=0.0)) as server:
+    with Server(tmp_path, UNITS.changed(AUDIT_RATE=0.0)) as server:
         honest, odd = named(server, "honest", "odd")
-        dispatcher, count = server.dispatcher, ACTIVATIONS.CHUNK_DIGITS
+        dispatcher, count = server.dispatcher, UNITS.CHUNK_DIGITS
         plain = steps.pack_digits(bytes((0, 1, 255) * count)[:count])
         dispatcher._usual_share = steps.nonzero_share(plain)
         honest.works(0, 2, packed=plain)

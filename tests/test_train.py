@@ -320,7 +320,7 @@ def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, comp
     assert warmed(preset, defines, STEP + REPORT)[1] == []
 
 
-def test_nothing_is_compiled_that_the_run_does_not_use(compiled_activations):
+def test_nothing_is_compiled_that_the_run_does_not_use(compiled_units):
     everything, later = warmed("laptop-bytes", [], STEP + REPORT)
     no_report, later_too = warmed("laptop-bytes", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
     assert later == later_too == [] and no_report < everything and "write_texts" in everything - no_report

@@ -1,5 +1,5 @@
-"""Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters. Rewards as votes on
-positions (SPEC 22): the rules against a plain writing of them, and votes of texts against plain readings."""
+"""Unit trials (SPEC 21): both engines against the plain reading, runs and clusters. Rewards as votes on positions (SPEC
+22): the rules against a plain writing of them, and votes of texts against plain readings."""
 
 import contextlib
 import json
@@ -9,34 +9,52 @@ import pytest
 
 import egg_config
 from cluster import history
-from activations_compared import (GPU_KINDS, course, credit, engine_of, random_configuration, step_of,
-                                  votes_of_windows)
+from coordinators import Peer, Server, cluster
 from engine import cpu_engine, simd
-from coordinators import Peer, Peer2, Server, cluster, refused
-from fakes import ACTIVATIONS, Lines, any_fitness
-from model import activations, parameters, rules, soft_targets, steps
+from fakes import Lines, UNITS
+from model import parameters, rewards, rules, soft_targets, steps, units
+from model.reading import votes_of_windows
 from readings import equal
 from recordings import python
+from units_compared import GPU_KINDS, chunk_digits, course, engine_of, random_configuration, step_of
 
-CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+CFG = UNITS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
-COMPILED = ["compiled_activations", "compiled", "compiled_gru"]                           # for conftest.py
-# for the plain reading; every third one has the recurrent model, 114 and 317 have large groups
-CHEAP = 23, 34, 49, 81, 114, 160, 168, 186, 190, 191, 195, 196, 211, 219, 290, 291, 294, 296, 317, 384
+COMPILED = ["compiled_units", "compiled", "compiled_gru"]                                 # for conftest.py
+# for the plain reading; every third one has the recurrent model
+CHEAP = 14, 23, 27, 34, 38, 42, 49, 65, 77, 81, 97, 114, 117, 123, 160, 186, 191, 196, 233, 294
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 
 
 @pytest.mark.parametrize("seed", CHEAP)
 def test_the_cpu_engine_steps_as_the_plain_reading(seed):
     """The votes, and what the update makes of them."""
-    want = course(engine_of("plain", seed), 2)
-    assert want[0][0] != want[1][0], "digits that are not all 0"
-    assert course(engine_of("auto", seed), 2) == want
+    assert course(engine_of("auto", seed), 2) == course(engine_of("plain", seed), 2)
+
+
+@pytest.mark.parametrize("seed", [14, 81])
+def test_every_tensor_that_votes_has_digits_of_both_signs(seed):
+    engine = engine_of("auto", seed)
+    digits = rules.unpacked_digits(engine.evaluate(0, engine.cfg.CHUNK_SIZE)[0], engine.cfg.CHUNK_DIGITS)
+    matrices, biases, embedding = units.votes(engine.cfg)
+    for t in {embedding, *(vote.tensor for vote in matrices), *(tensor for tensor, _ in biases)}:
+        assert {*np.unique(digits[t.span])} >= {-1, 1}, t.name
+
+
+def test_the_loudest_row_but_one_in_64_sets_the_exponent():
+    counts = np.zeros(2 * units.EXPONENTS + 1, np.int64)
+    assert units.loudest(counts) == 0
+    counts[units.EXPONENTS - 20] = 63
+    assert units.loudest(counts) == -20
+    counts[units.EXPONENTS + 7] = 1
+    assert units.loudest(counts) == 7                        # of 64, one is all that may be louder
+    counts[units.EXPONENTS - 20] += 1
+    assert units.loudest(counts) == -20
 
 
 OF_KIND = """
 import json, sys
-from activations_compared import course, engine_of
+from units_compared import course, engine_of
 print(json.dumps([course(engine_of(sys.argv[1], int(seed))) for seed in sys.argv[2:]]))
 """
 
@@ -48,52 +66,6 @@ def test_every_instruction_set_steps_as_the_plain_reading():
     want = [course(engine_of("plain", seed)) for seed in chosen]
     for kind in simd.available():
         assert json.loads(python("-c", OF_KIND, kind, *chosen, PYTHONPATH="tests")) == want, kind
-
-
-def test_noise_has_one_size_and_is_independent():
-    phase = activations.phases(CFG)["gate", 0]
-    drawn = np.stack([activations.noise(CFG, phase, k, 77 + k, 64).ravel() for k in range(16)])
-    assert set(np.unique(drawn)) == {-CFG.NOISE_GATE, CFG.NOISE_GATE}
-    assert abs(drawn.mean()) < 0.03 * CFG.NOISE_GATE
-    assert np.abs(np.corrcoef(drawn) - np.eye(16)).max() < 0.07
-    columns = np.corrcoef(drawn.reshape(-1, phase.units).T)  # those of neighbouring outputs
-    assert np.abs(columns - np.eye(phase.units)).max() < 0.15
-
-
-def test_members_take_turns_in_the_layers():
-    cfg = CFG.changed(N_LAYERS=3)
-    layers_of = [[layer for (name, layer), phase in activations.phases(cfg).items() if name == "up"
-                  and activations.noise(cfg, phase, number, 77, 8).any()] for number in range(6)]
-    assert layers_of == [[0], [1], [2], [0], [1], [2]]
-    outside = activations.phases(cfg)["embedding", 0]
-    assert all(activations.noise(cfg, outside, number, 77, 8).any() for number in range(6))
-
-
-def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
-    plain = rules.activation_rules(lambda function: function)
-    least = activations.least_differences(4 * 700, 4)        # a mean of 700 is 7 / 4: one level is 400
-    wanted = {0: 0, 199: 0, 200: 1, 599: 1, 600: 2, 2599: 6, 2600: 7, 10 ** 6: 7}
-    assert {d: int(plain.digit(np.int64(d), least)) for d in wanted} == wanted
-    assert [int(plain.digit(np.int64(-d), least)) for d in wanted] == [-level for level in wanted.values()]
-    assert (activations.least_differences(0, 4) == 1).all()  # no difference is no digit
-
-
-def test_credit_forgets_toward_zero():
-    due = credit(CFG.changed(CREDIT=8), np.array([0, 0, 0, 0, 0, 0, -1]))
-    assert due.tolist() == [0, 0, 0, -1, -2, -4, -8]
-    for sixteenths in range(16):
-        bits = activations.fraction_bits(CFG.changed(CREDIT=sixteenths))
-        largest = np.abs(credit(CFG.changed(CREDIT=sixteenths), np.full(500, 7))).max()
-        assert 16 <= largest <= 127 and (bits == 4 or 2 * largest > 120)
-
-
-@pytest.mark.parametrize("shift", range(9))
-def test_sums_settle_alike_on_both_sides_of_zero(shift):
-    """Else every settled sum has a mean, and every weight whose input has one moves, whatever is learnt."""
-    settled, sums = rules.activation_rules(lambda function: function).settled, np.arange(120 << shift)
-    above, below = (np.array([settled(sign * z, shift) for z in sums.tolist()]) for sign in (1, -1))
-    equal(above, -below)
-    assert np.abs((above << shift) - sums).max() <= 1 << shift >> 1
 
 
 def test_what_a_chunk_sends():
@@ -119,34 +91,12 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     assert "by a snapshot" in said.text
 
 
-def test_a_run_with_older_rules_gives_its_model_to_a_new_run(tmp_path, monkeypatch):
-    directory = str(tmp_path / "old")
-    with monkeypatch.context() as older:
-        older.setattr(egg_config, "VERSION_OF_VOTES", 2)
-        with contextlib.closing(history.open_run(CFG, directory)) as run:
-            run.append(any_fitness(CFG, 1), 1, 1)
-    assert history.has_old_votes(directory)
-    with pytest.raises(history.HistoryError, match="egg.py train --load-dir .*old` begins a new run with its model"):
-        history.open_run(CFG, directory)
-    with contextlib.closing(history.read_run(CFG, directory)) as run:        # all else reads it
-        assert run.step == 1 and history.configuration(directory)["PERTURB"] == "activations"
-    with contextlib.closing(history.open_run(CFG, str(tmp_path / "new"))):
-        assert not history.has_old_votes(str(tmp_path / "new"))
-
-
 def test_protocol_1_is_refused_by_name(tmp_path):
     with Server(tmp_path, CFG, stay=True) as server:
         peer = Peer(server)
         peer.ask(0)
         assert peer.closed()
-        server.says("islands and noise on activations: a worker of protocol 2 is needed")
-
-
-def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
-    with Server(tmp_path, CFG, stay=True) as server, \
-            refused("VERSION_OF_VOTES = 3 at the coordinator, unknown at the worker"):
-        Peer2(server, config=CFG.saved())                    # as programs before commit 273409d
-    assert egg_config.make().agreed() == egg_config.make().saved()
+        server.says("a worker of protocol 2 is needed")
 
 
 @pytest.mark.gpu
@@ -184,34 +134,34 @@ def test_advantages(seed):
     for i in rng.integers(0, len(earned), len(earned) // 4 * (seed % 2)):
         earned[i] = None
     earned[:each] = [earned[0]] * each                        # equal rewards
-    got = activations.advantages(cfg, earned)
+    got = rewards.advantages(cfg, earned)
     assert got.tolist() == plain_advantages(earned, each)
     assert not got[:each].any() and set(got) > {0} and abs(got).max() <= 7
 
 
 def test_one_text_of_eight_that_is_right_weighs_as_much_as_the_others():
     cfg = random_configuration(1000)[0].changed(OBJECTIVE_TEXTS=8)
-    assert activations.advantages(cfg, [1.0] + 7 * [0.0] + 8 * [0.5]).tolist() == [7] + 7 * [-1] + 8 * [0]
-    assert not activations.advantages(cfg, 16 * [None]).any()
-    assert not activations.advantages(cfg, [3.0] + 15 * [None]).any()
+    assert rewards.advantages(cfg, [1.0] + 7 * [0.0] + 8 * [0.5]).tolist() == [7] + 7 * [-1] + 8 * [0]
+    assert not rewards.advantages(cfg, 16 * [None]).any()
+    assert not rewards.advantages(cfg, [3.0] + 15 * [None]).any()
 
 
 @pytest.mark.parametrize("share, chunks", [(0.5, 8), (0.1, 8), (0.5, 1), (0.0, 4), (1.0, 4), (0.35, 3)])
 def test_a_share_of_the_chunks_votes_from_the_data(share, chunks):
     cfg = random_configuration(1000)[0]
     cfg = cfg.changed(TEXT_SHARE=share, POPULATION_SIZE=chunks * cfg.CHUNK_SIZE)
-    text = [[activations.is_text(cfg, step, chunk) for chunk in range(chunks)] for step in range(400)]
+    text = [[rewards.is_text(cfg, step, chunk) for chunk in range(chunks)] for step in range(400)]
     assert abs(np.mean(text) - share) < 0.01
     assert all(abs(sum(of_step) - share * chunks) < 1 for of_step in text)
     for step, of_step in enumerate(text):
         if any(of_step):
-            loss = sum(activations.text_loss(cfg, step, 1000) for _ in range(sum(of_step)))
+            loss = sum(rewards.text_loss(cfg, step, 1000) for _ in range(sum(of_step)))
             assert 1000 * chunks - sum(of_step) < loss <= 1000 * chunks
 
 
 def test_texts_of_a_prompt_have_its_number_and_draws_of_their_own():
     cfg = random_configuration(1000)[0].changed(OBJECTIVE_TEXTS=4)
-    choices, draws = activations.text_draws(cfg, (1 << 32) - 3, 8, 8)
+    choices, draws = rewards.text_draws(cfg, (1 << 32) - 3, 8, 8)
     want = [int(steps.hash32((1 << 32) - 3 + g & 0xFFFFFFFF, 1 << 28)) for g in (8, 12)]
     assert choices.tolist() == 4 * want[:1] + 4 * want[1:]
     assert draws.tolist() == [int(steps.hash32((1 << 32) - 3 + g & 0xFFFFFFFF, 1 << 29)) for g in range(8, 16)]
@@ -220,13 +170,13 @@ def test_texts_of_a_prompt_have_its_number_and_draws_of_their_own():
 def some_texts(seed):
     """(Config, training tokens, arguments of an engine's `vote`): texts and advantages drawn by a seed."""
     cfg, data = random_configuration(seed)
-    rng, n = np.random.default_rng(seed), cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    rng, n = np.random.default_rng(seed), cfg.CHUNK_SIZE
     texts = [rng.integers(0, cfg.VOCAB_SIZE, rng.integers(3, 15)) for _ in range(n)]
     own = [rng.random(len(text)) < 0.7 for text in texts]
     own[0][-1] = True
     advantages = rng.integers(-7, 8, n).astype(np.int8)
     advantages[0] = rng.choice([-7, -2, 3])
-    windows, weights, counted = activations.text_windows(texts, own, advantages)
+    windows, weights, counted = rewards.text_windows(texts, own, advantages)
     assert len(windows) == np.count_nonzero(advantages) and windows.shape[1] % 8 == 1
     return cfg, data, (n, windows, weights, counted, float(rng.choice([0.25, 1.0, 1.5])))
 
@@ -236,9 +186,9 @@ def test_votes_of_texts_are_those_of_the_plain_reading(seed):
     cfg, data, (first, windows, weights, counted, temperature) = some_texts(seed)
     engine = cpu_engine.CpuEngine(cfg, data, threads=1)
     got = rules.unpacked_digits(engine.vote(first, windows, weights, counted, temperature), cfg.CHUNK_DIGITS)
-    reading = activations.text_reading(cfg, counted.shape[1], temperature)
-    want, _ = votes_of_windows(reading, parameters.initial_state(cfg), windows, first, weights, counted.astype(int))
-    equal(got, want)
+    reading = rewards.text_reading(cfg, counted.shape[1], temperature)
+    votes, _ = votes_of_windows(reading, parameters.initial_state(cfg), windows, first, weights, counted)
+    equal(got, chunk_digits(cfg, votes))
     assert len(np.unique(got)) == 3
 
 
@@ -255,8 +205,8 @@ def test_votes_of_texts_on_the_gpu(seed):
 
 def test_text_is_a_window_of_full_weight():
     cfg, data = random_configuration(1002)
-    cfg = activations.text_reading(cfg, cfg.SEQ_LEN, 1.0)
-    n = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    cfg = rewards.text_reading(cfg, cfg.SEQ_LEN, 1.0)
+    n = cfg.CHUNK_SIZE
     engine = cpu_engine.CpuEngine(cfg, data, threads=1)
     windows = soft_targets.windows(cfg, data, None, 0, engine.seed, 0, n)
     weights, counted = np.full(n, 7, np.int8), np.ones((n, cfg.SEQ_LEN), bool)
