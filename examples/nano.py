@@ -91,20 +91,20 @@ def divisor(matrix):
 
 
 def product(x, matrix):
-    y = (x.reshape(-1, len(matrix)) @ matrix).reshape(*x.shape[:-1], -1)
-    return clip(np.floor(y / divisor(matrix)))
+    return clip(np.floor(x @ matrix / divisor(matrix)))
 
 
-def mean_size(x):
-    return np.maximum(1, np.floor(np.abs(x).sum(-1, keepdims=True) / H))
+def normed(x):
+    """(a row with values of the size 16, the size that it had)."""
+    size = np.maximum(1, np.floor(np.abs(x).sum(-1, keepdims=True) / H))
+    return clip(np.floor(16 * x / size)), size
 
 
 def forward(w, tokens, h=0):
-    """{name: float32 [windows, positions, units]}: all parts of the model, for tokens [windows, positions]. h: the state
-    before."""
+    """{name: float32 [windows, positions, units]}: all parts of the model, for tokens [windows, positions]. h: the
+    state before."""
     x = clip(w["embedding"].T[tokens])
-    size_1 = mean_size(x)
-    normed_1 = clip(np.floor(16 * x / size_1))
+    normed_1, size_1 = normed(x)
     gate, candidate = product(normed_1, w["w_f"]) + w["b_f"], product(normed_1, w["w_h"]) + w["b_h"]
     h = np.zeros_like(gate[:, 0]) + h
     before, gated, states = np.empty((3, *gate.shape), f32)
@@ -115,13 +115,9 @@ def forward(w, tokens, h=0):
         candidate[:, t] = c = clip(candidate[:, t] + product(past, w["u_h"]))
         states[:, t] = h = h + np.floor(f * (c - h) / 256)
     x = clip(x + states)
-    size_2 = mean_size(x)
-    normed_2 = clip(np.floor(16 * x / size_2))
-    up = product(normed_2, w["w_up"])
-    inner = relu(up)
-    x = clip(x + product(inner, w["w_down"]))
-    size_f = mean_size(x)
-    normed_f = clip(np.floor(16 * x / size_f))
+    normed_2, size_2 = normed(x)
+    inner = relu(up := product(normed_2, w["w_up"]))
+    normed_f, size_f = normed(clip(x + product(inner, w["w_down"])))
     return dict(size_1=size_1, normed_1=normed_1, gate=gate, candidate=candidate, before=before, gated=gated,
                 states=states, size_2=size_2, normed_2=normed_2, up=up, inner=inner, size_f=size_f, normed_f=normed_f,
                 logits=product(normed_f, w["head"]))
@@ -158,17 +154,17 @@ def whole(credits):
 
 
 def handed(credits, matrix, width=1):
-    """Whole credits that go down through a matrix, and their unit. width: of the trials that come next."""
+    """(whole numbers, their unit): credits that go down through a matrix. width: of the trials that come next."""
     number, e = credits
-    return (number.reshape(-1, matrix.shape[1]) @ matrix.T).reshape(*e.shape[:-1], -1), power(e) / f32(width * divisor(matrix))
+    return number @ matrix.T, power(e) / f32(width * divisor(matrix))
 
 
-def through_norm(normed, size, *parts):
-    """The credits below a norm, from those of its outputs: (whole numbers, unit) whose sum they are. What makes a row
+def through_norm(n, size, *parts):
+    """The credits below a norm, from those of its outputs n: (whole numbers, unit) whose sum they are. What makes a row
     only longer is worth nothing."""
     c = sum(x * unit for x, unit in parts)
-    along = sum(np.einsum("...u,...u", x, normed, dtype=np.float64)[..., None].astype(f32) * unit for x, unit in parts)
-    return (c - along / np.maximum(1, (normed * normed).sum(-1, keepdims=True)) * normed) * (f32(16) / size)
+    along = sum(np.einsum("...u,...u", x, n, dtype=np.float64)[..., None].astype(f32) * unit for x, unit in parts)
+    return (c - along / np.maximum(1, (n * n).sum(-1, keepdims=True)) * n) * (f32(16) / size)
 
 
 def tried(unit, v):
@@ -176,29 +172,28 @@ def tried(unit, v):
     return unit(clip(v + TRIAL)) - unit(clip(v - TRIAL))
 
 
-def credits_of(w, p, tokens, errors):
-    """{name: whole credits with their powers of two} of all units; p: parts of the forward pass."""
-    wide = 2 * TRIAL
-    c = through_norm(p["normed_f"], p["size_f"], ((errors.reshape(-1, 256) @ w["head"].T).reshape(*tokens.shape, H), f32(1)))
+def credits_of(w, p, tokens):
+    """{name: whole credits with their powers of two} of all units; p: parts of the forward pass, and the errors."""
+    c = through_norm(p["normed_f"], p["size_f"], (p["errors"] @ w["head"].T, f32(1)))
     of_down = whole(c)
-    x, unit = handed(of_down, w["w_down"], wide)
-    of_up = whole(x * unit * tried(relu, p["up"]))
+    down, unit = handed(of_down, w["w_down"], 2 * TRIAL)
+    of_up = whole(down * unit * tried(relu, p["up"]))
     c = c + through_norm(p["normed_2"], p["size_2"], handed(of_up, w["w_up"]))
     f, h, new = p["gate"], p["before"], p["candidate"]
     of_state, later = np.empty_like(c), f32(0)
     for t in reversed(range(T)):                 # a state is worth what it does now, and what is left of it later
         of_state[:, t] = later = c[:, t] + later
         later = later * ((256 - f[:, t]) / 256) * (tokens[:, t, None] != 0)
-    of_gate = whole(of_state * ((new - h) * tried(clip, f - 127)) / (256 * wide))
-    of_candidate = whole(of_state * (f * tried(clip, new)) / (256 * wide))
+    of_gate = whole(of_state * ((new - h) * tried(clip, f - 127)) / (256 * 2 * TRIAL))
+    of_candidate = whole(of_state * (f * tried(clip, new)) / (256 * 2 * TRIAL))
     c = c + through_norm(p["normed_1"], p["size_1"], handed(of_gate, w["w_f"]), handed(of_candidate, w["w_h"]))
     return dict(of_down=of_down, of_up=of_up, of_gate=of_gate, of_candidate=of_candidate, of_embedding=whole(c))
 
 
 def alike(number, e):
     """Whole credits of all positions in one power of two, with which one position in 64 may be cut."""
-    there = np.sort(e[np.abs(number).max(-1) > 0].ravel())
-    return clip(np.rint(number * power(e - (there[-(-there.size // 64) * -1] if there.size else 0))))
+    there = np.sort(e[number.any(-1)].ravel())
+    return clip(np.rint(number * power(e - (there[-there.size // 64] if there.size else 0))))
 
 
 def votes(w, tokens, followed, seed):
@@ -206,7 +201,7 @@ def votes(w, tokens, followed, seed):
     p = forward(w, tokens)
     p["errors"] = errors_of_head(p["logits"], followed, seed)
     p["bytes"] = (tokens[..., None] == np.arange(256)).astype(f32)
-    p |= {name: alike(*credits) for name, credits in credits_of(w, p, tokens, p["errors"]).items()}
+    p |= {name: alike(*credits) for name, credits in credits_of(w, p, tokens).items()}
     flat = {name: x.reshape(-1, x.shape[-1]) for name, x in p.items()}
     return ({name: flat[inputs].T @ flat[outputs] for name, (_, _, inputs, outputs) in MATRICES.items()}
             | {name: flat[credits].sum(0) for name, credits in BIASES.items()}, bits(p["logits"], followed))

@@ -3,7 +3,7 @@
     python -m lab.backprop transformer --seconds 15 --rates 0.002 0.004 --compile     # the shape of `best`
     python -m lab.backprop gru --bytes --width 64 --layers 1 --batch 32               # that of `laptop-bytes`
 
-Prints lines `seconds tokens bits/byte` of held-out text. Neither compiling (a minute at most) nor validation is counted.
+Prints lines `seconds tokens bits/byte` of held-out text. Compiling (a minute at most) and validation are not counted.
 """
 
 import argparse
