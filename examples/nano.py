@@ -6,13 +6,13 @@
  1. The model is a recurrent network (a minGRU); its weights, and all it computes, are whole numbers from -127 to 127.
  2. A step reads some windows of the text, once: one forward pass.
  3. What followed less what was predicted is the error of every logit; it says where the logits should go.
- 4. A credit says what it is worth if a value is a little larger. Credits go down through the network:
- 5. through a product with a matrix by the product with the transposed matrix;
- 6. through a unit by a trial: what does it give, alone, at its value + 4 and at its value - 4?
- 7. through a norm as they are, but what only makes a row longer is worth nothing, because the norm takes it out.
- 8. The credit of a unit times its inputs is a vote on each of its weights, summed over all positions.
- 9. Large votes count as -1 or 1, others as 0; AdamW makes fractions of them, and a weight moves by 1 when they add up
-    to 1.
+ 4. The credit of a value says what a little more of it is worth. Credits go down through the network:
+ 5. through a product with a matrix as a product with the transposed matrix;
+ 6. through a unit by a trial: how much more does it give, alone, at its value + 4 than at its value - 4?
+ 7. through the state as far as it is kept for later positions;
+ 8. through a norm by its factor; what only makes a row longer is worth nothing, because the norm takes it out.
+ 9. The credit of a unit times its inputs, summed over all positions, is a vote on each of its weights.
+10. Large votes count as -1 or 1, others as 0. AdamW makes fractions of them; a weight moves by 1 when they reach 1.
 
 The result is what back-propagation computes, with trials in place of derivatives, in integers, equal on every machine:
 sums are of whole numbers, and what is float32 is rounded element by element. So every machine gets the same weights, in
