@@ -4,20 +4,24 @@
 Modules that take long to load are imported by the commands that need them.
 """
 
+import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
+if __name__ == "__main__":
+    if os.getpid() == 1:                                 # for which Linux has no default
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
 import contextlib
 import functools
 import importlib
-import os
 import shlex
 import shutil
 import sys
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))       # with PYTHONSAFEPATH it is not there
 try:
     import egg_config
 except Exception as error:                               # a slip in an edit of that file is one line too
@@ -28,7 +32,7 @@ except Exception as error:                               # a slip in an edit of 
     number = getattr(error, "lineno", trace.tb_lineno)
     line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
     place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
-    advice = ": text needs quotes" if isinstance(error, NameError) else ""
+    advice = ": text needs quotes, and == sets nothing" if isinstance(error, NameError) else ""
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer, let_go
@@ -113,7 +117,8 @@ COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
 MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
-    option("--steps N", "stop when the run has N steps", COUNT),
+    option("--steps N", "stop when the run has N steps; those of --load-dir count, but for a run that begins with an "
+           "objective, which counts from 1", COUNT),
     option("--minutes N", "stop N minutes after the first chunk of work was handed out", MINUTES),
     option("--target X", "stop when a validation is X or better, bits/byte", number(float, 0.001, 64)),
     option("--patience N", "stop after N validations in a row that were no better than the best", COUNT),
@@ -134,7 +139,7 @@ COMMON = dict([
     option("--tls-key FILE", "key of that certificate"),
     option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
            "workers without a certificate"),
-    option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
+    option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what the model writes "
            "(docs/OBJECTIVES.md)"),
     option("--verbose", "print a line for every step, in the format and the unit of d-eggs"),
     option("--quiet", "print nothing but errors"),
@@ -188,11 +193,16 @@ def chosen(args, run):
     return run or vars(args).get("load_dir") or args.preset or os.environ.get("EGG_PRESET")
 
 
+def decides():
+    """[name]: the edited constants of egg_config.py that choose a model."""
+    return [name for name in egg_config.edited() if name in egg_config.DETERMINING]
+
+
 def of_directory_or_machine(args):
     """The same; where nothing chose a model, also no edit of egg_config.py, args.preset becomes that for this machine.
     """
     saved, run = of_directory(args)
-    args.taken = not chosen(args, run) and egg_config.make().fingerprint() == egg_config.SHIPPED
+    args.taken = not chosen(args, run) and not decides()
     if args.taken:
         _, device = egg_config.overrides(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
         args.preset = hardware.preset(egg_config.make(DEVICE=device))
@@ -219,19 +229,18 @@ def begun(cfg, args):
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
     begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
-                              or history.has_old_votes(args.load_dir))
-    if begins:
-        args.save_dir = args.save_dir or history.beside(args.load_dir)
-    new = args.save_dir and not os.path.lexists(args.save_dir)
+                              or history.is_former(args.load_dir))
+    new = not os.path.lexists(args.save_dir) if args.save_dir else begins
     try:
         if begins:
+            args.save_dir = args.save_dir or history.beside(args.load_dir)
             from tools import use
             use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
                       args.step)
             args.load_dir = None
         yield
     except Exception:
-        if new:
+        if new and args.save_dir:
             history.discard(args.save_dir)
         raise
 
@@ -239,7 +248,7 @@ def begun(cfg, args):
 def what_suits(cfg, args, presets):
     """A line for a coordinator or a worker, which need the same settings, that has the slow ones as nothing chose; or
     None."""
-    if not chosen(args, args.run) and cfg.fingerprint() == egg_config.SHIPPED:
+    if not chosen(args, args.run) and cfg.saved() == egg_config.make(**egg_config.SHIPPED).saved():
         return f"no preset: the slow settings of d-eggs; {presets} (coordinator and workers alike)"
 
 
@@ -256,6 +265,9 @@ def train(cfg, args):
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
+    elif not chosen(args, args.run):
+        console.line(f"egg_config.py decides, as {decides()[0]} is edited there (--preset {hardware.preset(cfg)} suits "
+                     "this machine)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with begun(cfg, args):
@@ -265,13 +277,14 @@ def train(cfg, args):
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
         console.line("continue it: " + command_line("train", "--save-dir", directory, *objective))
-    if directory and done.loss:
+    if directory and done.seconds:
         console.line("plot it: " + command_line("plot", directory))
         console.line("try it: " + command_line("generate", "--load-dir", directory))
     return directory
 
 
-@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
+@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)",
+                lambda text: text.strip("[]")),
          "--port", "--save-dir", *RUN, "--objective", *TLS,
          option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",
@@ -430,8 +443,6 @@ def generate(cfg, args):
     console = Printer()
     prompts = asked(console) if args.interactive else \
         [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
-    if b"" in args.stop or prompts == [b""]:
-        raise egg_config.UsageError("the prompt is empty, or a text of --stop: give at least one character")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
     use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
 
@@ -502,7 +513,7 @@ def import_(cfg, args):
 
 @command(*SAVED_RUN, option("--json FILE", "also append them to FILE, as one line of JSON"), saved=of_run)
 def debug(cfg, args):
-    """print statistics of a saved run: activations of member 0, attention, weights
+    """print statistics of a saved run: activations, attention, weights
 
     example: python egg.py debug --load-dir ckpt --json trace.jsonl"""
     from tools import debug
@@ -511,7 +522,7 @@ def debug(cfg, args):
     debug.report(cfg, load(cfg, args), tokens, Printer(), args.json)
 
 
-@command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
+@command(option("runs RUN", "a save directory, or a file of --log-json (default: the newest ckpt*)", nargs="*"),
          option("--out FILE.png", "write a picture (needs matplotlib; also .svg and .pdf)"),
          option("--x {tokens,time,steps}", "the x axis (default: tokens)", choices=("tokens", "time", "steps"),
                 default="tokens"),
@@ -522,8 +533,9 @@ def plot(cfg, args):
     examples:
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
+    from cluster import history
     from tools import curves
-    curves.plot(args.runs, Printer(), args.x, args.out, args.log)
+    curves.plot(args.runs or [history.newest()], Printer(), args.x, args.out, args.log)
 
 
 @command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
@@ -537,17 +549,22 @@ def runs(cfg, args):
 
 @command()
 def arch(cfg, args):
-    """print the architecture: parameters, sizes, what a step costs
+    """print the architecture: parameters, sizes, what a step costs, on a CPU also how long it takes
 
     example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8"""
-    from tools import debug
-    print(debug.architecture(cfg))
+    from cluster import history
+    from tools import debug, train
+    say = Printer().line
+    say(debug.architecture(cfg))
+    if hardware.devices(cfg) == ["cpu"] and sum(history.sizes(cfg)) <= UNASKED:
+        train.measure(cfg, say)
 
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
-                 ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
+                 ".gz, .xz, .bz2, .zst, and .jsonl", nargs="+"),
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, as with less than 200,000 "
                      "bytes to train on if nothing is said", "VOCAB_SIZE"),
+         option("--field NAME", "field of JSON lines that holds the text (default: text)", default="text"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
@@ -565,9 +582,10 @@ def prepare(cfg, args):
         # a preset that reads the tokens as bytes still wants tokens in the file
         wanted = egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE
     gpu = hardware.devices(cfg) != ["cpu"]
-    say = Printer().line
+    printer = Printer()
     advise = functools.partial(prepare.training_on, args.out, gpu)
-    say("next: " + command_line("train", *prepare.prepare(args.texts, wanted, args.val, args.out, say, advise)))
+    printer.line("next: " + command_line("train", *prepare.prepare(
+        args.texts, wanted, args.val, args.out, printer.line, advise, printer.progress, args.field)))
 
 
 @command("--threads", "--gpu")
@@ -673,6 +691,7 @@ class Version(argparse.Action):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
+        message += egg_config.near(message.partition("invalid choice: '")[2].partition("'")[0], COMMANDS)
         for name in message.rpartition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
@@ -688,13 +707,17 @@ def parsed(argv):
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
-        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
+        text = function.__doc__ or f"{name} (PYTHONOPTIMIZE=2 has removed the help)"
+        summary, _, examples = text.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)
-        sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
-                         help="set a constant of egg_config.py; can be repeated")
-        sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None, defines=[],
+                         preset=None)
+        if name not in ("plot", "runs", "key"):              # to which no constant matters
+            sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
+                             help="set a constant of egg_config.py; can be repeated")
+            sub.add_argument("--preset", choices=sorted(egg_config.PRESETS),
+                             help="start from a ready-made configuration")
         for item in options:
             if isinstance(item, str) and item not in COMMON:
                 group = sub.add_argument_group(*item.split(": ", 1))
@@ -741,14 +764,25 @@ def configured(argv):
                           begins=args.begins)
     if vars(args).get("port", 0) is None:
         args.port = cfg.PORT
+    if (line := overruled(cfg, args)) and not vars(args).get("quiet"):
+        Printer(sys.stderr).line("egg: " + line)
     return args, cfg
+
+
+def overruled(cfg, args):
+    """A line about edits of egg_config.py in place of which a preset or a saved run has its values; "" without any."""
+    sources = egg_config.overrides(args.preset, args.defines)
+    names = [name for name in egg_config.edited() if getattr(cfg, name) != egg_config.CONSTANTS[name].value
+             and not sources.get(name, ("",))[0].endswith(name)]         # of -D and EGG_* the user knows
+    source = sources[names[0]][0] if names and names[0] in sources else "the run"
+    return names and f"egg_config.py sets {', '.join(names)}, but {source} has its own: give -D if you mean it"
 
 
 def objective_of(args):
     """(file, its SHA-256, settings of a run that it begins) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
-        with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
+        with egg_config.explained(egg_config.UsageError, path, advice), open(path, "rb") as file:
             source = file.read()
         settings = {} if args.run else egg_config.OBJECTIVE_SETTINGS
         with contextlib.suppress(SyntaxError, ValueError):           # tools.objective.read tells of them

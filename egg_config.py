@@ -17,11 +17,13 @@ this as the tables of docs/CONFIGURATION.md.
 
 import contextlib
 import hashlib
+import importlib.machinery
 import json
 import math
 import os
 import re
 import signal
+import sys
 import textwrap
 import types
 from collections import namedtuple
@@ -45,8 +47,8 @@ NTT_CAUSAL = 1                   # 0, 1          | all     | (transformer) 1: a 
 # --- population ------------------------------------------------------------------------------------------------------
 CHUNK_SIZE = 40960               # 2 to 2^24     | run     | members evaluated in one job, with PERTURB = units windows;
 #                                                            even: antithetic pairs stay together
-POPULATION_SIZE = 0              # 0 to 2^28     | run     | members per step, or windows; a multiple of CHUNK_SIZE; 0: 8
-#                                                            chunks
+POPULATION_SIZE = 0              # 0 to 2^28     | run     | members, or windows, of a step; a multiple of CHUNK_SIZE;
+#                                                            0: 8 chunks
 GROUP_SIZE = 2                   # 2 to 2^28     | run     | members that read the same tokens; even, a divisor of
 #                                                            POPULATION_SIZE
 
@@ -85,8 +87,7 @@ ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update
 
 # --- estimator -------------------------------------------------------------------------------------------------------
 PERTURB = "weights"              # weights, units | all    | `weights`: evolution, noise on the weights of pairs;
-#                                                            `units`: every unit is tried alone, learns far more from a
-#                                                            token
+#                                                            `units`: unit trials, learn far more from a token
 
 # --- fitness ---------------------------------------------------------------------------------------------------------
 LOSS = "deggs"                   # deggs, exact  | all     | `deggs`: the coarse logarithm of d-eggs; `exact`:
@@ -239,18 +240,39 @@ OBJECTIVE_SETTINGS = dict(
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
-SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
-
 # --- the program: nothing to edit from here on -----------------------------------------------------------------------
+
+# the values above as they were shipped: what is edited is known by that
+SHIPPED = """
+    MODEL=transformer HIDDEN_DIM=256 HEAD_DIM=64 N_LAYERS=4 SEQ_LEN=64 STATE_TOKENS=0 MLP_RELU=0
+    VOCAB_SIZE=8192 NTT_MODE=0 NTT_CAUSAL=1 CHUNK_SIZE=40960 POPULATION_SIZE=0 GROUP_SIZE=2 FIXED_POINT=4
+    SIGMA_SHIFT=3 SIGMA_SHIFT_VECTOR=4 SHIFT_ATTN=8 SHIFT_OUT=9 SHIFT_LOGIT=8 SHIFT_MLP_UP=8 SHIFT_MLP_DOWN=10
+    SHIFT_QKV=6 SOFTMAX_SCALE_BIT=18 SOFTMAX_LUT_SIZE=256 SOFTMAX_EXP_SCALE=6.0 ROPE_SCALE_BIT=20
+    HOST_GAUSSIAN=0 DEVICE_GAUSSIAN=0 HOST_MASK=15 DEVICE_MASK=15 NOISE_REUSE=1 ADAPTIVE_NOISE_MODE=1
+    ADAPTIVE_NOISE_INIT=64 ADAPTIVE_NOISE_INC=5 ADAPTIVE_NOISE_DEC=1 PERTURB=weights LOSS=deggs USE_SAME_DATA=0
+    CHUNK_MEAN_FILTER=1 CHUNK_MEAN_EXPONENT=1.2 USE_ADAPTIVE_THRESHOLD=1
+    ADAPTIVE_THRESHOLD_ALPHA=0.1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
+    LR_SCHEDULE=0:0.5,100:0.25,200:0.125 ADAM_BETA1=0.9 ADAM_BETA2=0.95 ADAM_EPS=1e-08 ADAM_WEIGHT_DECAY=0.01
+    ZTEST_ALPHA=4.0 USE_CLT=1 USE_MUON=0 MUON_MOMENTUM=0.85 MUON_LR_SCALE=1.0 MUON_NS=quintic OBJECTIVE=
+    OBJECTIVE_TEXTS=8 TEXT_SHARE=0.35 OBJECTIVE_SECONDS=60.0 ISLAND_SEED=0 GOSSIP_RATE=0.01 MERGE=clone
+    RECOMBINE_ALPHA=0.5 OPTIMIZER_MERGE=copy ELITES=1 REJUVENATE_AFTER=0 SAMPLING_TEMP=0.6 SAMPLING_MIN_P=0.08
+    SAMPLING_PRESENCE_PENALTY=0.2 SAMPLE_EVERY=5 SAMPLE_PROMPT=32 SAMPLE_TOKENS=64 VALIDATE_EVERY=10
+    VALIDATE_TOKENS=65536 VALIDATE_WINDOW=0 INPUT_FILE=input.bin VAL_FILE=val.bin DECODING_FILE=decoding.bin
+    DECODING_SHA256= DETOKENIZE=0 PORT=12345 STRAGGLER_TIMEOUT=90.0 AUDIT_RATE=0.01 SNAPSHOT_EVERY=100
+    KEEP_EVERY=0 IDLE_TIMEOUT=600.0 DEVICE=auto SIMD=auto TENSOR_CORES=auto"""
 
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 ROOT = os.path.dirname(os.path.abspath(__file__))
+FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
 UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
+# those of noise on activations, which unit trials have replaced
+FORMER = {"VERSION_OF_VOTES", "CREDIT", "NOISE_EMBEDDING", "NOISE_GATE", "NOISE_CANDIDATE", "NOISE_ATTENTION",
+          "NOISE_OUTPUT", "NOISE_UP", "NOISE_DOWN"}
 
 
 class EggError(Exception):
@@ -282,6 +304,32 @@ def sha256_of(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class OwnFolders:
+    """Finds FOLDERS here, whatever else has their names: what is installed, or lies beside a notebook."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [ROOT]) if name in FOLDERS else None
+
+
+def take_out(ours):
+    """{name: module}: what is loaded under the names of FOLDERS, our modules or those of others, is no longer."""
+    return {name: sys.modules.pop(name) for name, module in [*sys.modules.items()] if name.partition(".")[0] in FOLDERS
+            and (getattr(module, "__file__", 0) or "").startswith(ROOT + os.sep) == ours}
+
+
+sys.meta_path.insert(0, OwnFolders)
+take_out(False)                                      # who has imported them keeps them
+
+
+def begin_process(main, *arguments):
+    """What a process of engine.hardware begins with. It is here, so that OwnFolders finds what `main` is of."""
+    import multiprocessing                           # a coordinator has no use for it
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
+    main(*arguments)
+
+
 # --- what the lines above say ----------------------------------------------------------------------------------------
 
 class Constant(namedtuple("Constant", "section value kind limits allowed agree model meaning line")):
@@ -305,14 +353,15 @@ class Constant(namedtuple("Constant", "section value kind limits allowed agree m
                 return "steps must rise, from 0 on"
             word += "s "
         elif type(value) is not self.kind and (self.kind, type(value)) != (float, int):
-            return f"must be {KINDS[self.kind]}"
+            return f"must be {KINDS[self.kind]}" + ", without a comma" * isinstance(value, tuple)
         if " to " not in limits:
             return f"must be one of {limits}" if self.allowed and value not in self.allowed else None
         low, high = self.allowed
         return None if all(low <= number <= high for number in numbers) else f"{word}must be from {limits}"
 
 
-LINE = re.compile(r"^(?:# --- (?P<section>.*?) -+|(?P<name>\w+) *=[^#\n]*#?(?P<comment>.*(?:\n#  .*)*))$", re.MULTILINE)
+LINE = re.compile(r"^(?:# --- (?P<section>.*?) -+|(?P<name>\w+) *=(?P<twice>=?)[^#\n]*#?(?P<comment>.*(?:\n#  .*)*))$",
+                  re.MULTILINE)
 
 
 def _constants():
@@ -331,6 +380,8 @@ def _constants():
         if not name:
             section = match["section"]
             continue
+        if match["twice"]:
+            raise ConfigError(f"{_place(line)}{name}: == sets nothing: write =")
         limits, agree, meaning = (part.strip() for part in [*match["comment"].split("|", 2), "", ""][:3])
         if not agree and name in constants:          # it is set again
             constants[name] = constants[name]._replace(line=line)
@@ -376,11 +427,15 @@ ELSEWHERE = {
 
 
 def _no_such(name):
-    import difflib                                   # here: no program that starts well needs it
     if here := ELSEWHERE.get(name.upper()):
         return f"no such constant in egg_config.py: here that is {here}"
-    near = difflib.get_close_matches(name.upper(), CONSTANTS, 1)
-    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
+    return "no such constant in egg_config.py" + near(name.upper(), CONSTANTS)
+
+
+def near(typed, words):
+    """The end of a message about what somebody has typed: the word that is like it, if there is one."""
+    import difflib                                   # here: no program that starts well needs it
+    return "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(typed, words, 1))
 
 
 CONSTANTS = _constants()
@@ -407,7 +462,7 @@ class Config(types.SimpleNamespace):
 
     def changed(self, **values):
         """A checked Config with these values in place of its own. Raises ConfigError."""
-        return make(**{**self.constants(), **values})
+        return make(self.constants(), **values)
 
     def shared(self):
         """The constants in the fingerprint, without those that are unset, because older programs lack them, and with
@@ -419,17 +474,9 @@ class Config(types.SimpleNamespace):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
         return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in DETERMINING}))
 
-    def agreed(self):
-        """The same, and the version of the votes: what makes the digits of a worker."""
-        return self.saved()
-
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
         return {name: value for name, value in self.constants().items() if name in KEPT}
-
-    def fingerprint(self):
-        """SHA-256 (hex) over the shared constants."""
-        return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
     def compiled(self):
         """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
@@ -484,29 +531,57 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
-    values = {**_defaults(), **(UNSET if saved else {}),
-              **{name: _tuples(value) for name, value in dict(saved).items() if (name, value) not in GONE.items()}}
+    values = {name: _tuples(value) for name, value in {**(LACKING if saved else {}), **dict(saved)}.items()
+              if (name, value) not in GONE.items()}
     if unknown := values.keys() - CONSTANTS.keys():
         raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
                           "that made it")
+    there = Config(**{**_defaults(), **values})
     sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
+        known = getattr(there, name)
         if name == "POPULATION_SIZE":
-            value = value or 8 * values["CHUNK_SIZE"]
-        if name == "OBJECTIVE" and value != values[name]:
-            reason = "was begun with another file, or that one has changed" if values[name] else "has no objective"
+            value = value or 8 * there.CHUNK_SIZE
+        if name == "OBJECTIVE" and value != known:
+            reason = "was begun with another file, or that one has changed" if known else "has no objective"
             raise ConfigError(f"{source}: {run} {reason}: --load-dir {run} with another --save-dir begins a new run "
                               "with its model")
-        if name in DETERMINING and value != values[name] and not (begins and CONSTANTS[name].agree == "run"):
+        if name in DETERMINING and value != known and not (begins and CONSTANTS[name].agree == "run"):
             kinds.add(CONSTANTS[name].agree)
-            differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
+            differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(known) or 'unset'}")
+    try:
+        cfg = make(values, **{name: value for name, (_, value) in sources.items()})
+    except ConfigError as error:                     # a bad value is that, whatever the run has
+        name, *_ = str(error).split()
+        if not differ or sources.get(name, [""])[0].endswith(name):
+            raise
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
                                 for source, texts in differ.items())
         advice = "name another directory" if "all" in kinds else \
             f"begin a new run with its model: the same command with --load-dir {run} in place of --save-dir"
         raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or {advice}")
-    return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
+    return cfg
+
+
+def renewed(config):
+    """The constants of a saved run, {name: value}, as they are called now. Noise on activations becomes unit trials
+    with as many chunks and digits: the same update replays its steps."""
+    new = {name: value for name, value in config.items() if name not in FORMER}
+    if config.get("PERTURB") == "activations":
+        group, chunk, every = (config.get(name, SHIPPED[name])
+                               for name in ("GROUP_SIZE", "CHUNK_SIZE", "POPULATION_SIZE"))
+        new["PERTURB"] = "units"
+        with contextlib.suppress(TypeError, ZeroDivisionError):          # of a stranger, whom `make` refuses
+            windows = chunk // group
+            windows *= 1 + windows % 2
+            new |= {"GROUP_SIZE": 2, "CHUNK_SIZE": windows, "POPULATION_SIZE": every // chunk * windows}
+    return new
+
+
+def edited():
+    """[name]: the constants whose values above were edited."""
+    return [name for name, constant in CONSTANTS.items() if constant.value != SHIPPED.get(name, constant.value)]
 
 
 def _defaults():
@@ -518,32 +593,35 @@ def _tuples(value):
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def make(**values):
-    """A checked Config from keyword constants; those not given keep this file's values."""
+def make(saved=(), /, **values):
+    """A checked Config from keyword constants; those not given keep the values of `saved`, or of this file."""
     for name in values:
         if name not in CONSTANTS:
             raise ConfigError(f"{name}: {_no_such(name)}")
-    cfg = Config(**{**_defaults(), **{name: _tuples(value) for name, value in values.items()}})
+    saved = dict(saved)
+    cfg = Config(**{**_defaults(), **saved, **{name: _tuples(value) for name, value in values.items()}})
     if not cfg.POPULATION_SIZE:
         cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
-    validate(cfg)
+    validate(cfg, saved, {**saved, **values})
     _derive(cfg)
     return cfg
 
 
-def validate(cfg):
-    """Raises ConfigError at the first constant, or combination of constants, that cannot work."""
+def validate(cfg, saved, given):
+    """Raises ConfigError at the first constant, or combination of constants, that cannot work. saved, given: those of a
+    saved run, and all whose value is not that of this file."""
     def need(ok, name, rule):
         if not ok:
             value, constant = getattr(cfg, name), CONSTANTS[name]
-            place = _place(constant.line) if value == constant.value else ""
-            raise ConfigError(f"{place}{name} = {text(value)}: {rule}")
+            place = "" if name in given else _place(constant.line)
+            shown = text(value) if isinstance(value, constant.kind) else repr(value)
+            raise ConfigError(f"{place}{name} = {shown}: {rule}")
 
     for name, constant in CONSTANTS.items():
         value = getattr(cfg, name)
         rule = constant.objection(value)
         need(rule is None, name, rule)
-        need(constant.model in (None, cfg.MODEL) or value == constant.value, name,
+        need(constant.model in (None, cfg.MODEL) or value in (constant.value, saved.get(name)), name,
              f"has no meaning with MODEL = {cfg.MODEL}: leave it at {constant.value}")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     if cfg.MODEL == "transformer":
@@ -571,15 +649,15 @@ def validate(cfg):
     if cfg.OBJECTIVE:
         need(cfg.PERTURB == "units", "PERTURB", "must be units with --objective")
         need(cfg.CHUNK_SIZE % cfg.OBJECTIVE_TEXTS == 0, "CHUNK_SIZE",
-             f"must be a multiple of OBJECTIVE_TEXTS = {cfg.OBJECTIVE_TEXTS} with --objective: the texts after a prompt "
-             "are in one chunk")
+             f"must be a multiple of OBJECTIVE_TEXTS = {cfg.OBJECTIVE_TEXTS} with --objective: the texts after a "
+             "prompt are in one chunk")
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
         most = 1 << (17 if cfg.MODEL == "gru" else 16)
         need(cfg.CHUNK_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums in "
-             "32 bits")
+             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
+             "in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
@@ -648,6 +726,10 @@ def line_of(path, word):
     return f"{os.path.basename(path)}:{number}: "
 
 
+SHIPPED = {_name: _parse(_name, _text, "SHIPPED") for _name, _, _text in
+           (_word.partition("=") for _word in SHIPPED.split()) if _name in CONSTANTS}
+# what a saved run has that lacks a constant, as JSON returns it
+LACKING = json.loads(json.dumps({name: SHIPPED[name] for name in SHIPPED.keys() & DETERMINING} | UNSET | GONE))
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:
     _preset |= {_name: _parse(_name, _text, "PRESETS") for _name, _text in _preset.items() if isinstance(_text, str)}
 

@@ -1,7 +1,7 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
-Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a
-chunk has one digit for every weight instead.) A worker holds a replica of the model. It asks for a chunk of the
+Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a chunk is
+some windows, and has one digit for every weight.) A worker holds a replica of the model. It asks for a chunk of the
 population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the chunks of a step,
 appends the step to the history and answers the next request of every worker with the fitness of all pairs, from which
 the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and
@@ -49,29 +49,31 @@ from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
-from cluster.step import AGREES, REBUILD, STATES_KEPT, States
+from cluster.step import AGREES, Process, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
+from egg_config import EggError
 from model import steps
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
 
 SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
-FIRST_SLICE = 64           # members, before its speed is known
+FIRST_SLICE = 64           # members or windows, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
+TABLES = "tables of exponentials, cosines and powers, which its NumPy and libm make,"
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
 
 class Worker:
     """A replica of the model and what it needs to serve; see `run_worker`. validate_first: with the first chunk 0,
-    whatever the step; objective: by which members are judged, a tools.objective.Objective."""
+    whatever the step; objective: by which texts are judged, a tools.objective.Objective."""
 
     changed = 0                            # weights changed by the last update, until a result has reported it
     digest = None                          # of the present state, once it is asked for
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
+    speed, slice = 0.0, FIRST_SLICE        # members or windows a second, at a time
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, objective=None):
@@ -238,12 +240,16 @@ class Worker:
                 n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
-                *mean, shown = self.objective.measured(self.engine)
-                link.say(wire.REWARD, step, *mean, json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
+                texts, mean, shown = self.objective.measured(self.engine)
+                if mean is None:
+                    link.log(f"reward at step {step}: none of {texts} texts is judged")
+                else:
+                    shown = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace")
+                    link.say(wire.REWARD, step, texts, mean, shown)
         if (at_end and cfg.SAMPLE_EVERY or due(cfg.SAMPLE_EVERY, step)) and (self.objective or self.tokens is not None):
             text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
-            link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
+            link.log(line)
 
     def _load(self, state=None):
         """Goes on from a State, by default from the beginning."""
@@ -366,11 +372,13 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
+    from model import integer_tables
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
-            "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
-            "validation": snapshots.data_digest(validation and validation.tokens).hex()}
+            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex(),
+            "validation": snapshots.data_digest(validation and validation.windows).hex(),
+            "same": {**getattr(worker.objective, "files", {}), TABLES: integer_tables.digest(cfg)}}
     version, pause = V2, BACK_OFF[0]
     connected = False
     logged = set()                           # since the last answer: a line is logged once
@@ -386,7 +394,17 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             with contextlib.closing(Link(cfg, host, port, version, access, card)) as link:
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
-                worker.serve(link)
+                link.keep_alive()
+                try:
+                    worker.serve(link)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        link.any_of((), 1.0)         # what it has told before it went, as that the run has ended
+                    raise
+                except EggError as error:
+                    if retry and not isinstance(error, NetError):        # else who has started it reads of it
+                        link.log(f"it ends: {error}")
+                    raise
         except RunEnded as error:
             log(error)
             return worker.chunks
@@ -456,7 +474,7 @@ class RemoteWorker(Role):
         super().__init__(session)
         self.coordinator = coordinator
         self.version = session.version
-        self.author = author
+        self.author, self.process = author, Process(*author, card.id)
         self.card = card
         self.joins = session.version == V2           # nothing was handed out yet: it may begin with a snapshot
         shelf = coordinator.shelf
@@ -521,13 +539,6 @@ class RemoteWorker(Role):
                 "must speak protocol 2, and be able to read one of those in the save directory")
         self.offered.add(shelf.sha256[step])
         self.session.reply(wire.REBUILD, step)
-
-    def dismiss(self):
-        """Ends the connection. After a planned end the worker need not wait for the coordinator."""
-        if self.coordinator.finished and self.version == V2:
-            why = f"the run has ended after {self.coordinator.run.step} steps"
-            self.session.reply(wire.ERROR, wire.ENDED, why.encode())
-        self.session.close()
 
     def closed(self):
         self.coordinator.worker_left(self)
@@ -613,11 +624,14 @@ class Coordinator:
             self.page.farewell()
 
     def dismiss(self):
-        """Ends the connections of the workers; the page is still served."""
+        """Ends the connections of the workers, who after a planned end need not wait for us; the page is still served.
+        """
         self.closing = True
         self.console.clear()
-        for worker in list(self.dispatcher.workers):
-            worker.dismiss()
+        for session in [*self.admission.arrivals, *(worker.session for worker in self.dispatcher.workers)]:
+            if self.finished and session.version == V2:
+                session.reply(wire.ERROR, wire.ENDED, f"the run has ended after {self.run.step} steps".encode())
+            session.close()
 
     def drain(self, seconds):
         """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot and
@@ -652,7 +666,7 @@ class Coordinator:
             returned = f", its {chunks_text(leases)} handed out again" if leases else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{returned}")
         if self.dispatcher.leave(worker):
-            self.states.forget(worker.author)
+            self.states.forget(worker.process)
         self.collector.leave(worker)
         if worker is self._measuring:
             self._measuring = None                   # another one may
@@ -732,8 +746,9 @@ class Coordinator:
             return
         self.progress.result(result.updates)
         for author in erred:
-            self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not its "
-                                      "own when it was evaluated again")
+            if self.dispatcher.blame(author, self.dispatcher.votes_from_text(chunk)):
+                self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not "
+                                          "its own when it was evaluated again")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -744,9 +759,10 @@ class Coordinator:
             return
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
+        reads_text = any(map(self.dispatcher.votes_from_text, work.done))
         self.run.append(work.fitness(), sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, sum_loss)
+        self._ended = self.progress.complete_step(step, sum_loss if reads_text else None)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()
@@ -765,16 +781,16 @@ class Coordinator:
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""
-        step, author = worker.step, worker.author
+        step = worker.step
         if step <= self.run.step - STATES_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, erred = self.states.judge(step, author, worker.digest, worker.rebuilt_at == step,
-                                           self.dispatcher.authors)
+        rebuilt = worker.rebuilt_at == step
+        verdict, erred = self.states.judge(step, worker.process, worker.digest, rebuilt, self.dispatcher.authors)
         uploaded = self.shelf.digests.get(step)
         if uploaded and self.states.contradicts(step, uploaded):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if erred:
-            self._count_error(author, f"its state at step {step} is not that of others, or not its own before")
+        if erred and self.dispatcher.blame(worker.author, again=rebuilt):
+            self._count_error(worker.author, f"its state at step {step} is not that of others, or not its own before")
             if not worker.session.open:
                 return False
         if verdict == AGREES:
@@ -786,7 +802,7 @@ class Coordinator:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
             self._complete_step()                    # so may the step
             return True
-        self._distrust(author)
+        self._distrust(worker.process)
         if verdict == REBUILD:
             worker.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
@@ -794,15 +810,15 @@ class Coordinator:
                              f"rebuilds from step {start}", peer=True)
             worker.session.reply(wire.REBUILD, start)
             return False
-        if worker.rebuilt_at == step and step not in self._undecided:
+        if rebuilt and step not in self._undecided:
             self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
                              "majority: start another worker, which decides, or stop the wrong one", peer=True)
         self._undecided.add(step)
         self.dispatcher.hold(worker)
         return False
 
-    def _distrust(self, author):
-        self.collector.drop(self.dispatcher.distrust(author))
+    def _distrust(self, who):
+        self.collector.drop(self.dispatcher.distrust(who))
 
     def _count_error(self, author, reason):
         """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""
@@ -856,7 +872,7 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
     tensorboard, log_to: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises
     EggError."""
-    with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
+    with (contextlib.closing(history.open_run(cfg, save_dir, load_dir, snapshots.mend)) as run,
           event_log.Events(cfg, run, console, log_json, tensorboard, log_to) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         opened.progress.target, opened.progress.patience = target, patience

@@ -9,6 +9,7 @@ import json
 import os
 import time
 
+import egg_config
 from cluster import auth, history, hub, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
@@ -95,10 +96,12 @@ class Session(hub.Connection):
 
 class Bans:
     """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever somebody
-    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}."""
+    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}; warn:
+    takes a line, once, where the file cannot be read."""
 
-    def __init__(self, directory=None):
+    def __init__(self, directory=None, warn=hub.nothing):
         self.path = directory and os.path.join(directory, BANNED_FILE)
+        self._warn = functools.cache(warn)
         self.errors = Newest(REFUSALS)
         self._unwritten = Newest(REFUSALS)
 
@@ -116,7 +119,14 @@ class Bans:
             self._unwritten[name] = why
 
     def all(self):
-        """{name: why}. Raises OSError where the file cannot be read."""
+        """{name: why}; without those of a file that cannot be read."""
+        try:
+            return self._read()
+        except OSError as error:
+            self._warn(f"{self.path}: {reason(error)}: nobody is let in until it can be read")
+            return dict(self._unwritten)
+
+    def _read(self):
         text = ""
         if self.path and os.path.lexists(self.path):
             text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
@@ -126,7 +136,7 @@ class Bans:
     def message(self, name):
         """Why this worker may not take part, None where it may. Raises Refused while nobody can know."""
         try:
-            why = self.all().get(name)
+            why = self._read().get(name)
         except OSError as error:
             raise Refused(f"nobody is let in while {self.path} cannot be read: {reason(error)}", FULL) from None
         lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
@@ -138,15 +148,14 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, the newest of them, so that they keep no worker
     out."""
 
-    validation = bytes(32)     # digest of the held-out data, zeros while unknown
-
     def __init__(self, coordinator, access, most):
         self.coordinator = coordinator
         self.cfg = coordinator.cfg
         self.access = access
         auth.stretched(access.secret)                # takes a while, once
         self.limits = wire.limits(self.cfg)
-        self.bans = Bans(coordinator.run.directory)
+        self.bans = Bans(coordinator.run.directory, coordinator.events.warn)
+        self._same = Newest(REFUSALS)                # {name: digest} of what the first worker had, see auth.Card
         self.arrivals = {}                           # {session: True}, the oldest first
         self._most_arrivals = min(ARRIVALS, most // 4)
         self.most = most - self._most_arrivals
@@ -154,7 +163,10 @@ class Admission:
 
     @functools.cached_property
     def config_digest(self):
-        return snapshots.config_digest(self.cfg)
+        """Older workers compare it with theirs, of what differs from an egg_config.py that nobody has edited."""
+        shipped = egg_config.make(**egg_config.SHIPPED).saved()
+        return snapshots.config_digest({name: value for name, value in self.cfg.saved().items()
+                                        if value != shipped.get(name)})
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
@@ -184,9 +196,9 @@ class Admission:
             self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def let_in_version_1(self, session):
-        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "activations" or self.access.secret
+        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "units" or self.access.secret
                 or self.access.tls):
-            raise Refused("protocol 1 has no secret, TLS, islands and noise on activations: a worker of protocol 2 is "
+            raise Refused("protocol 1 has no secret, TLS, islands and unit trials: a worker of protocol 2 is "
                           "needed")
         self._enter(session, V1)
         self.coordinator.worker_joined(session, Author("a version 1 peer", session.title), auth.UNKNOWN)
@@ -217,21 +229,25 @@ class Admission:
     def _check_worker(self, card):
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
-        if differ := history.difference(self.cfg.agreed(), card.config, ("at the coordinator", "at the worker")):
-            raise Refused(f"another configuration: {differ}: give both the same --preset, -D and --objective",
-                          OTHER_CONFIG)
+        if differ := history.difference(self.cfg.saved(), card.config, ("at the coordinator", "at the worker")):
+            raise Refused(f"another configuration: {differ}: give both the same egg_config.py, --preset, -D and "
+                          "--objective", OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:
                 raise Refused("other training data than this run has: give every worker the same INPUT_FILE; to go on "
                               f"with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
-            run.keep_data(card.data)
-        if any(card.validation):
-            if any(self.validation) and card.validation != self.validation:
-                raise Refused("other held-out data than the first worker had: give every worker the same VAL_FILE, or "
-                              "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
-                              OTHER_DATA)
-            self.validation = card.validation
+            run.keep("data", card.data)
+        same = {**card.same, **({"held-out data": card.validation} if any(card.validation) else {})}
+        if differ := [name for name, digest in same.items() if self._same.get(name, digest) != digest]:
+            raise Refused(f"other {' and '.join(differ[:3])} than the first worker had: give every worker the same; to "
+                          "go on with others, start the coordinator again", OTHER_DATA)
+        for name, digest in same.items():
+            self._same[name] = digest
+        if any(card.validation) and run.keep("held_out", card.validation):
+            self.coordinator.events.warn("validations read another text than before (VAL_FILE, VALIDATE_TOKENS): their "
+                                         "figures are not compared with earlier ones")
+            self.coordinator.shelf.forget_figures()
 
 
 class Arrival(Role):

@@ -93,9 +93,9 @@ IMPOSTOR = "it does not know the secret given here: is it the right coordinator,
 
 # What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; name, device:
 # text; config: {name: value}; data, validation: SHA-256 (bytes) of its training and of its held-out data, zeros if
-# unknown
-Card = namedtuple("Card", "role id name device config data validation")
-UNKNOWN = Card("worker", "", "", "", {}, b"", b"")           # of a worker that speaks version 1
+# unknown; same: {name: digest} of what else all workers must have alike
+Card = namedtuple("Card", "role id name device config data validation same")
+UNKNOWN = Card("worker", "", "", "", {}, b"", b"", {})       # of a worker that speaks version 1
 
 
 def read_card(text):
@@ -103,14 +103,15 @@ def read_card(text):
     try:
         card = wire.read_json(text)
         role, config = card["role"], card["config"] if card["role"] != "status" else {}
+        same = {one_line(name, 128): str(digest) for name, digest in card.get("same", {}).items()}
         data, validation = (bytes.fromhex(card.get(k, "")) or bytes(32) for k in ("data", "validation"))
         if role not in ("worker", "status", "island") or {len(data), len(validation)} != {32} \
                 or type(config) is not dict:
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise FrameError("JOIN cannot be read") from None
-    return Card(role, id_, name or "nameless", device or "unknown device", config, data, validation)
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data, validation, same)
 
 
 def read_error(payload):

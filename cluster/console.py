@@ -1,6 +1,7 @@
 """What a command writes to its terminal: lines, a progress line below them, colours; and the signals that stop it."""
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -85,6 +86,7 @@ class Console(Printer):
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
+    _legend = "(given >>> what the model adds) "         # of the first sample
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None, callback=None):
         super().__init__(stream)
@@ -98,7 +100,7 @@ class Console(Printer):
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
         if self.callback:
-            self.callback(event)
+            self.callback(copy.deepcopy(event))      # it may change what it gets
         match event["event"]:
             case "start":
                 self._deggs, _ = egg_config.loss_unit(event["config"])
@@ -119,7 +121,8 @@ class Console(Printer):
                 self.line(self._step_line(event))
             case "sample" if line:
                 prompt, text = (event[name].replace("\n", "\u23ce") for name in ("prompt", "text"))     # it is one line
-                self.line(line, (prompt, "blue"), " >>> ", (text, "green"))
+                self.line(line, self._legend, (prompt, "blue"), " >>> ", (text, "green"))
+                self._legend = ""
             case _ if line:
                 self.line(line)
 
@@ -138,7 +141,8 @@ class Console(Printer):
     def _figures(self):
         step = self._step
         val = "val {value:.2f} {unit}".format(**self._validation) if self._validation else ""
-        return [f"loss {step['loss']:.2f} {step['unit']}", val, f"{step['tokens_per_second'] / 1e3:,.0f} k/s",
+        loss = "" if step["loss"] is None else f"loss {step['loss']:.2f} {step['unit']}"
+        return [loss, val, f"{step['tokens_per_second'] / 1e3:,.0f} k/s",
                 f"{count_text(step['tokens'])} tokens"]
 
     def _step_line(self, event):
@@ -146,7 +150,7 @@ class Console(Printer):
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
-                f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
+                f"Loss: {(event['loss'] or 0) / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
                 f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | "
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
@@ -170,7 +174,8 @@ class Console(Printer):
 
 def rewards_text(texts, mean, numbers):
     """str: what tools.objective.Objective.measured tells."""
-    text = f"{mean:.4f}, the mean of {texts} texts after held-out prompts\n  " + ", ".join(
+    head = "none judged" if mean is None else f"{mean:.4f}, the mean"
+    text = f"{head} of {texts} texts after held-out prompts\n  " + ", ".join(
         f"{one_line(name, LONGEST_NAME)} {round(number, 4):,}" for name, number in numbers.items())
     if numbers.get("seen_prompts_differ", 1) < HARDLY_ANY:
         text += "\n  after nearly all prompts the texts earn the same, so that hardly anything can be learnt"

@@ -11,13 +11,14 @@ from model import steps
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
-ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
+ACTIVE_SECONDS = 8.0       # a worker without a chunk that was silent for longer is not expected to do anything
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
 PROBATION = 8              # chunks of a worker that joins, or that has erred, which another one evaluates too
 AUTHORS = 4096             # whose probation is remembered
 ODD_SHARE = 0.1            # by which the share of digits that are not 0 may differ from that of the step before
 # A worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least; while no time
-# is known after STRAGGLER_TIMEOUT. Its result counts even then, if it comes before that of another one.
+# is known after STRAGGLER_TIMEOUT without a sign of life. Its result counts even then, if it comes before that of
+# another one.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 
 
@@ -46,6 +47,7 @@ class Dispatcher:
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
         self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
+        self._error_at = Newest(AUTHORS)             # Author: the step of its last error
         self._known_chunks = {}                      # worker: chunks that it delivered in the step before
         self._shares = []                            # of digits that are not 0, in the results of the present step
         self._usual_share = None                     # their median in the step before
@@ -117,7 +119,7 @@ class Dispatcher:
         if not worker.trusted:                       # made with a state that others contradict
             self.give_back(worker, [chunk])
             return None
-        if self.cfg.PERTURB == "activations":
+        if self.cfg.PERTURB == "units" and self.votes_from_text(chunk):              # rewards may be equal
             self._shares.append(share := steps.nonzero_share(result.packed))
             if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
                 self.work.audit(chunk)
@@ -132,19 +134,34 @@ class Dispatcher:
                              f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
         return erred
 
+    def votes_from_text(self, chunk):
+        """Whether it does, and not from what a judge says."""
+        if not self.cfg.OBJECTIVE:
+            return True
+        from model.rewards import is_text        # with NumPy, which a coordinator does not need to start
+        return is_text(self.cfg, self.run.step, chunk)
+
+    def blame(self, author, counts=True, again=False):
+        """Doubts an author. Returns whether that is an error: the first one of a step is, and what a process repeats
+        after it has rebuilt (again). counts=False: it may have computed well, and its judge have failed."""
+        self.doubt(author)
+        if counts and (again or self._error_at.get(author) != self.run.step):
+            self._error_at[author] = self.run.step
+            return True
+        return False
+
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
         self._probation[author] = self.probation
         self.work.withdraw(author)
         self.changed = True
 
-    def distrust(self, author):
-        """Others contradict the state of this author. Returns its workers that were trusted until now."""
-        doubted = {worker for worker in self.workers if worker.author == author and worker.trusted}
+    def distrust(self, who):
+        """Others contradict the state of this Process, or Author. Returns its workers that were trusted until now."""
+        doubted = {worker for worker in self.workers if worker.process[:len(who)] == who and worker.trusted}
         for worker in doubted:
             worker.trusted = False
-        if doubted:
-            self.doubt(author)
+            self.doubt(worker.author)
         return doubted
 
     def give_back(self, worker, chunks):
@@ -153,20 +170,22 @@ class Dispatcher:
             self.changed = True
 
     def leave(self, worker):
-        """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
+        """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its process."""
         self.workers.discard(worker)
         self.known -= worker.step is not None
         self.work.leave(worker)
         self._known_chunks.pop(worker, None)
         self.changed = True
-        return not any(other.author == worker.author for other in self.workers)
+        return not any(other.process == worker.process for other in self.workers)
 
     def check(self, now):
         """Leases, late chunks, the authors at work; several times a second."""
         for worker, leases in list(self.work.leases.items()):
             pace = worker.pace or self.usual
-            lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else self.cfg.STRAGGLER_TIMEOUT
-            if chunks := [chunk for chunk, since in leases.items() if now - since > lease]:
+            lease, heard = (max(LEAST_LEASE, LEASE_FACTOR * pace), 0) if pace else \
+                (self.cfg.STRAGGLER_TIMEOUT, worker.session.heard)
+            chunks = [chunk for chunk, since in leases.items() if now - max(since, heard) > lease]
+            if chunks and self.known > 1:            # one that is alone may take its time
                 self.events.warn(f"worker {worker.session.title} has not delivered for {lease:.2g} s, its "
                                  f"{chunks_text(chunks)} handed out again", peer=True)
                 worker.lapsed = True
@@ -192,7 +211,8 @@ class Dispatcher:
     def expects(self, worker, now):
         """Whether a worker can be expected to do its share."""
         return (worker.trusted and not worker.lapsed and worker.step is not None and self.run.step - worker.step <= 1
-                and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
+                and (worker.waiting or bool(self.work.leases.get(worker))
+                     or now - worker.session.heard < ACTIVE_SECONDS))
 
     def _count_authors(self, now):
         """Notes which authors are at work: one that is alone cannot be audited."""

@@ -173,7 +173,9 @@ def figures(event):
     kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
     if kind == "step":
         names = "updates", "tokens_per_second", "learning_rate"
-        values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
+        values = {name: event[name] for name in names}
+        if event["loss"] is not None:                # no chunk of this step was of text
+            values[f"loss/{unit}"] = event["loss"]
     elif kind in ("validation", "reward"):
         values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
         values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())

@@ -1,6 +1,6 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
 (SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
-A run that began from an imported model, each epoch of an island, and a run with noise on activations is rebuilt from
+A run that began from an imported model, each epoch of an island, and a run with unit trials is rebuilt from
 the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
 
 A power cut takes what was not synced, content or name. So no file of a run is removed before what replaces it is on the
@@ -32,7 +32,8 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
-VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
+DECODING = "decoding.bin"                # the run's own copy of DECODING_FILE: it travels with it
+DIGESTS = {"data": DATA_FILE, "held_out": "validation.sha256"}       # held_out: of the windows that validations read
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
@@ -40,8 +41,12 @@ HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}\.\d{4})\.egg")
-COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
-PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
+# beside FILE, by --load-dir
+COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?|validation\.sha256")
+# what is not written yet
+PARTS = re.compile(r"(history|settings|data|validation|decoding|snapshot|events|elite).*\.part")
+# of what a file system does not have
+LACKING = errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
@@ -59,6 +64,12 @@ Record = namedtuple("Record", "size step sum_loss updates seed")         # the h
 
 class HistoryError(EggError):
     """About a save directory or the files in it."""
+
+
+class Damaged(HistoryError):
+    """A history whose middle or header is damaged. step: the first that cannot be read."""
+
+    step = 0
 
 
 def open_file(path, mode="rb"):
@@ -87,11 +98,25 @@ def remove(path):
         os.unlink(path)
 
 
+@contextlib.contextmanager
+def where_possible():
+    """A block that not every file system can do: on exFAT, SMB or NFS there may be no links, locks or modes. Yields a
+    list that then gets the error."""
+    lacking = []
+    try:
+        yield lacking
+    except OSError as error:
+        lacking.append(error)
+        if error.errno not in LACKING:
+            raise
+
+
 def sync_directory(directory):
     """Waits until the names in a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with where_possible():
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -116,7 +141,8 @@ class Part:
         """Gives it its name, once its content is on the disk, and waits until the name is, too. Raises OSError."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        os.chmod(self.file.name, 0o644)
+        with where_possible():
+            os.chmod(self.file.name, 0o644)
         os.replace(self.file.name, os.path.join(self._directory, name))
         self.file.close()
         sync_directory(self._directory)
@@ -145,11 +171,20 @@ def write_file(directory, name, data):
         file.write(data)
 
 
+def copy_file(path, directory, name):
+    """Copies a file like `replacing`. Raises OSError."""
+    with open_file(path) as file, replacing(directory, name) as copy:
+        shutil.copyfileobj(file, copy, PIECE)
+
+
 def link_file(path, new):
     """Gives a file a second name, which another file may have had; it is on the disk after this. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
-    os.link(path, new)
+    with where_possible() as lacking:
+        os.link(path, new)
+    if lacking:
+        copy_file(path, *os.path.split(new))
     sync_directory(os.path.dirname(new))
 
 
@@ -196,11 +231,12 @@ class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `data`: digest of the training data, zeros while unknown; `notices`:
-    lines about repairs; `beside`: says what was loaded. lock: a handle, of one that may write."""
+    Start; `directory`: None for a temporary file; `data`, `held_out`: digests of the training data and of what
+    validations read, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded. lock: a
+    handle, of one that may write."""
 
     beside = ""
-    data = bytes(32)
+    data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
@@ -211,10 +247,10 @@ class Run:
         self._lock = lock
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
-            with contextlib.suppress(OSError, ValueError):
-                digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-                if len(digest) == 32:
-                    self.data = digest
+            for name in DIGESTS:
+                with contextlib.suppress(OSError, ValueError):
+                    digest = bytes.fromhex(read_file(os.path.join(directory, DIGESTS[name]), LONGEST_TEXT).decode())
+                    setattr(self, name, digest if len(digest) == 32 else bytes(32))
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -292,17 +328,19 @@ class Run:
 
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
-        with noise on activations a step is a digit a weight. state: SHA-256 of that state; digest: its
+        with unit trials a step is a digit a weight. state: SHA-256 of that state; digest: its
         model.parameters.Digest, or None. Raises OSError; then nothing has changed."""
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
-    def keep_data(self, digest):
-        """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
-        if digest != self.data:
-            self.data = digest
-            if self.directory:
-                _keep_text(self.directory, DATA_FILE, digest.hex())
+    def keep(self, name, digest):
+        """Stores a digest, `data` or `held_out`; if the disk refuses it, until the end of this session. Returns whether
+        another one was there."""
+        before = getattr(self, name)
+        setattr(self, name, digest)
+        if self.directory and digest != before:
+            _keep_text(self.directory, DIGESTS[name], digest.hex())
+        return digest != before != bytes(32)
 
     def close(self):
         self._file.close()
@@ -347,12 +385,10 @@ class Run:
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
-        if self._lock is not None and _has_old_votes(config):
-            raise HistoryError(f"{self._name} is of a program with other rules of noise on activations: `egg.py train "
+        if self._lock is not None and _is_former(config):
+            raise HistoryError(f"{self._name} has noise on activations, which unit trials have replaced: `egg.py train "
                                f"--load-dir {self.directory}` begins a new run with its model")
-        config.pop(VOTES, None)
-        # a constant that is newer than the run counts as at its default
-        if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
+        if differ := difference(egg_config.renewed(config), self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets = [size]
@@ -376,35 +412,39 @@ class Run:
         rest = self._pread(longest + HEAD, at)
         later = re.finditer(re.escape((self.step + 1).to_bytes(8, "little")), rest)
         if size - at > longest or any(is_intact(rest[match.start() - 4:][:HEAD], HEAD) for match in later):
-            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
-                               f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
-                               f"`truncate -s {at} {shlex.quote(self._name)}`")
+            damage = Damaged(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: restore "
+                             f"the file from a copy; to continue from step {self.step} instead, cut it with `truncate "
+                             f"-s {at} {shlex.quote(self._name)}`")
+            damage.step = self.step
+            raise damage
         if self._lock is not None:
             os.ftruncate(self._file.fileno(), at)
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 
 
-def open_run(cfg, save_dir=None, load_dir=None):
+def open_run(cfg, save_dir=None, load_dir=None, mend=None):
     """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
     begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, by default in
-    load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. Raises
-    HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable.
+    load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. mend: see
+    `open_directory`. Raises HistoryError: another configuration (naming the constants that differ), damage, a directory
+    in use or not writable.
     """
     for library in LOADED_LATER:
         if importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
-        return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    target = save_dir or beside(load_dir)
-    if holds_run(target):
-        run = open_directory(cfg, target)
-        if os.path.realpath(target) != os.path.realpath(load_dir):
-            run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
+        return open_directory(cfg, save_dir, mend=mend) if save_dir is not None else _temporary_run(cfg)
+    if save_dir and holds_run(save_dir):
+        run = open_directory(cfg, save_dir, mend=mend)
+        if os.path.realpath(save_dir) != os.path.realpath(load_dir):
+            run.notices.append(f"{save_dir} holds a run already: it goes on, --load-dir is not used")
         return run
-    with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
-        make_directory(target)
-        _copy_rest(load_dir, target)
-        source.copy(target)
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        target = save_dir or beside(load_dir)
+        with explained(HistoryError, target, WRITABLE):
+            make_directory(target)
+            _copy_rest(load_dir, target)
+            source.copy(target)
     run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
     return run
@@ -420,8 +460,14 @@ def at_step(path):
 
 
 def beside(directory):
-    """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
-    target = unused(os.path.abspath(directory))
+    """Makes the first of directory-2, directory-3, ... that is not there, for a run that begins with that of
+    `directory`: others may look for one at the same time. Raises HistoryError."""
+    with explained(HistoryError, directory, WRITABLE):
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(target := unused(os.path.abspath(directory)))
+                break
+        sync_directory(os.path.dirname(target))
     return target if os.path.isabs(directory) else os.path.relpath(target)
 
 
@@ -446,25 +492,35 @@ def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not _is_ours(directory):
         return {}
-    config, *_ = _header_of(_file_of(directory))
-    config.pop(VOTES, None)
+    settings = config = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
-        settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT))
-        config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
+        settings = dict(json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items())
+        config = determining(settings)
+    try:
+        config, *_ = _header_of(_file_of(directory))
+    except Damaged:
+        if not config:
+            raise
+    config = egg_config.renewed(config)
+    config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(config.pop(name, "")))
         if os.path.isfile(path):
             config[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    if _is_plain(path := os.path.join(directory, DECODING)):
+        config["DECODING_FILE"] = path
     return config
 
 
-def has_old_votes(directory):
-    """Whether a run cannot go on, as the rules of its noise on activations have changed. Raises HistoryError."""
-    return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+def is_former(directory):
+    """Whether a run cannot go on, as it has noise on activations. Raises HistoryError."""
+    with contextlib.suppress(Damaged):
+        return _is_ours(directory) and _is_former(_header_of(_file_of(directory))[0])
+    return False
 
 
-def _has_old_votes(config):
-    return config.get("PERTURB") == "activations" and config.get(VOTES) != egg_config.VERSION_OF_VOTES
+def _is_former(config):
+    return config.get("PERTURB") == "activations"
 
 
 def determining(config):
@@ -495,14 +551,15 @@ def discard(directory):
     with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
         lock = os.open(directory, os.O_RDONLY)
         undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_blank(directory, begun=True):
+        with where_possible():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.listdir(directory) or is_blank(directory, begun=True):
             shutil.rmtree(directory)
 
 
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
-    with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):
+    with explained(HistoryError, directory, "give --load-dir, or runs, the directory of a saved run"):
         names = os.listdir(directory)
     ours = holds_run(directory)
     if not ours and not any(map(CPP_NAME.fullmatch, names)):
@@ -534,7 +591,7 @@ def newest(pattern="ckpt*"):
     directories = [name for name in glob.glob(pattern) if holds_run(name)]
     if not directories:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
-                           "or give its directory with --load-dir")
+                           "or give its directory")
     return max(directories, key=rank)
 
 
@@ -572,24 +629,30 @@ def _temporary_run(cfg):
     return Run(cfg, file)
 
 
-def open_directory(cfg, directory, start=None):
-    """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
-    path = _file_of(directory)
+def begin_anew(cfg, directory, start):
+    """Writes a history without a step. Raises OSError."""
+    write_file(directory, FILE, _header(cfg, start))
+
+
+def open_directory(cfg, directory, start=None, mend=None):
+    """The Run in `directory`, locked; begun at `start` if there is none. mend(cfg, directory, Damaged): mends a damaged
+    one, and returns a line about it. Raises HistoryError."""
     with contextlib.ExitStack() as undo:
         try:
             make_directory(directory)
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            header = _header(cfg, start or Start(0, 0))
-            blank = os.path.exists(path) and is_blank(directory)
-            other = blank and read_file(path, LONGEST_TEXT) != header
-            if blank:
-                remove(os.path.join(directory, DATA_FILE))
-            if other or not os.path.exists(path):
-                write_file(directory, FILE, header)
-            run = Run(cfg, open_file(path, "r+b"), directory, lock)
-            run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
+            with where_possible() as lacking:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                run = _locked_run(cfg, directory, start, lock)
+            except Damaged as damage:
+                if not mend:
+                    raise
+                line = mend(cfg, directory, damage)
+                run = _locked_run(cfg, directory, start, lock)
+                run.notices.append(line)
+            run.notices += [f"{directory} cannot be locked: see that no other run writes into it" for _ in lacking]
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:
@@ -601,13 +664,30 @@ def open_directory(cfg, directory, start=None):
     for name in os.listdir(directory):       # of one that was killed
         if PARTS.fullmatch(name):
             remove(os.path.join(directory, name))
-    settings = cfg.settings()
+    settings = cfg.saved() | cfg.settings()          # the first for a header that is damaged
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
-    if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
-        settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
+    with contextlib.suppress(OSError):               # a coordinator need not have it
+        digest = egg_config.sha256_of(cfg.DECODING_FILE)
+        settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest
+        if digest == settings["DECODING_SHA256"] and (cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE):
+            copy_file(os.path.realpath(cfg.DECODING_FILE), directory, DECODING)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
+    return run
+
+
+def _locked_run(cfg, directory, start, lock):
+    """The Run in a directory, begun if there is none, or one without a step that is another. Raises OSError."""
+    path, header = _file_of(directory), _header(cfg, start or Start(0, 0))
+    blank = os.path.exists(path) and is_blank(directory)
+    other = blank and read_file(path, LONGEST_TEXT) != header
+    for name in DIGESTS.values() if blank else ():
+        remove(os.path.join(directory, name))
+    if other or not os.path.exists(path):
+        write_file(directory, FILE, header)
+    run = Run(cfg, open_file(path, "r+b"), directory, lock)
+    run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
     return run
 
 
@@ -621,8 +701,7 @@ def _copy_rest(source, target):
     """Copies snapshots, events and earlier epochs, but no links and pipes of a stranger. Raises OSError."""
     for name in filter(COPIED.fullmatch, os.listdir(source)):
         if _is_plain(path := os.path.join(source, name)):
-            with open_file(path) as file, replacing(target, name) as copy:
-                shutil.copyfileobj(file, copy, PIECE)
+            copy_file(path, target, name)
 
 
 def most_body(cfg):
@@ -655,18 +734,11 @@ def unzip(data, size):
     return raw
 
 
-def non_default(cfg):
-    """{name: value}: the saved constants that differ from egg_config.py; constants that are added later do not change
-    it."""
-    default, saved = ({**egg_config.UNSET, **each.saved()} for each in (egg_config.make(), cfg))
-    return {name: value for name, value in saved.items() if value != default[name]}
-
-
 def difference(there, here, where=("there", "here")):
     """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
     where what matters most comes first, as one text, with the number of the others; "" where they agree."""
-    there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
-    foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
+    there, here = ({**egg_config.LACKING, **constants} for constants in (there, here))
+    foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys() - egg_config.FORMER
     texts = []
     for name in (*egg_config.CONSTANTS, *sorted(foreign)):
         values = [constants.get(name, "unknown") for constants in (there, here)]
@@ -678,7 +750,7 @@ def difference(there, here, where=("there", "here")):
 
 
 def _header(cfg, start):
-    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.agreed()}  # every egg reads 1
+    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}  # every egg reads 1
     if start.step:
         fields["start"] = start._asdict()
     text = json.dumps(fields, sort_keys=True).encode()
@@ -706,8 +778,8 @@ def _read_header(file, name):
             struct.pack("<QIQ", start.step, start.seed, start.epoch)         # they are numbers
             bytes.fromhex(start.state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
-        raise HistoryError(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move "
-                           "it away to begin again") from None
+        raise Damaged(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move it "
+                      "away to begin again") from None
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the egg that wrote it")
     return config, start, end

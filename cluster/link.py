@@ -1,19 +1,22 @@
-"""A worker's connection to its coordinator: blocking, with heartbeats, introduced when it is made."""
+"""A worker's connection to its coordinator: blocking, introduced when it is made, with heartbeats."""
 
+import contextlib
 import functools
 import math
+import select
 import socket
 import ssl
+import threading
 import time
 
-from cluster import auth, history, snapshots, wire
+from cluster import auth, history, wire
 from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
 
 CONNECT_TIMEOUT = 10.0     # seconds
 SEND_TIMEOUT = 60.0        # seconds
-HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that computes or waits
+HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker
 WHICH_HOST = "give the name or address of the coordinator's machine"
 
 
@@ -54,14 +57,15 @@ class Link:
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
-        self.sent_at = time.monotonic()
+        self._lock = threading.Lock()                # of the socket, which `keep_alive` shares
+        self._closed = threading.Event()
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
             if access.tls:
                 self._start_tls(access.tls, host)
             if version == V2:
-                self._greet(cfg, access)
+                self._greet(access)
         except BaseException:
             self.sock.close()
             raise
@@ -70,12 +74,12 @@ class Link:
         try:
             self.sock = context.wrap_socket(self.sock, server_hostname=host)
         except ssl.SSLCertVerificationError as error:
-            raise NetError(f"{self.name}: its certificate is not good: {error.verify_message}: give --tls-ca the "
-                           "certificate of this coordinator, made for the name used here") from None
+            raise RefusedForGood(f"{self.name}: its certificate is not good: {error.verify_message}: give "
+                                 "--tls-ca the certificate of this coordinator, made for the name used here") from None
         except ssl.SSLError as error:
-            raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
+            raise RefusedForGood(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
-    def _greet(self, cfg, access):
+    def _greet(self, access):
         caller = auth.caller(access, self.card)
         answer = next(caller)
         try:
@@ -93,24 +97,37 @@ class Link:
                                  f"coordinator of protocol 2{hint}") from None
         except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
-        if self.card["role"] == "worker" and welcome.config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
         self.snapshot = self._checked_step(welcome.snapshot)
 
     def send(self, data):
-        self.sock.settimeout(SEND_TIMEOUT)
-        self.sock.sendall(data)
-        self.sent_at = time.monotonic()
+        with self._lock:
+            self.sock.settimeout(SEND_TIMEOUT)
+            self.sock.sendall(data)
+
+    def keep_alive(self):
+        """Sends heartbeats from a thread of its own from now on: also while this process computes, or a judge thinks.
+        """
+        def beat():
+            with contextlib.suppress(OSError):       # whoever uses this connection learns of it
+                while not self._closed.wait(HEARTBEAT_EVERY):
+                    self.say(wire.HEARTBEAT)
+
+        if self.version == V2:
+            threading.Thread(target=beat, daemon=True).start()
 
     def say(self, opcode, *fields):
         self.send(self.frame(opcode, *fields))
+
+    def log(self, line):
+        """Says a line, cut to what a frame may hold."""
+        self.say(wire.LOG_MESSAGE, line.encode("utf-8", "replace")[:wire.LOG_MESSAGE.most])
 
     def next(self, opcode, timeout=math.inf):
         """The payload of the next frame of this opcode; see `any_of`."""
         return self.any_of((opcode,), timeout).payload
 
     def any_of(self, opcodes, timeout=math.inf):
-        """The next of these frames, a wire.Received; sends heartbeats. Raises TimeoutError after `timeout` seconds."""
+        """The next of these frames, a wire.Received. Raises TimeoutError after `timeout` seconds."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -165,18 +182,21 @@ class Link:
         return step
 
     def check(self, seconds=0.0):
-        """Receives what arrives within `seconds`, no more than a frame needs, and sends a heartbeat if one is due."""
-        if len(self.inbox) < self.most:
-            self.sock.settimeout(seconds)
-            try:
+        """Receives what arrives within `seconds`, no more than a frame needs."""
+        if len(self.inbox) >= self.most:
+            return
+        waiting = select.poll()
+        waiting.register(self.sock, select.POLLIN)
+        # no poll reports what TLS has decrypted already
+        if getattr(self.sock, "pending", int)() or waiting.poll(1e3 * seconds):
+            with self._lock, contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+                self.sock.settimeout(0)
                 data = self.sock.recv(1 << 18)
                 if not data:
                     raise ConnectionResetError("the connection was closed")
                 self.inbox += data
-            except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
-                pass
-        if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
-            self.say(wire.HEARTBEAT)
 
     def close(self):
-        self.sock.close()
+        self._closed.set()
+        with self._lock:
+            self.sock.close()

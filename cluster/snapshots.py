@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import struct
 from collections import namedtuple
 
@@ -17,6 +18,7 @@ from cluster.wire import BLOCK, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 HEAD_SIZE = HEAD.size + 4                # with its CRC-32
+VALUES = b"values: "      # before the digest of a configuration, in the field of 32 bytes
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 OTHER_HASH = "damaged: its SHA-256 is another"
@@ -26,7 +28,7 @@ MOST_COMING = 4            # whole snapshots that the disk has not taken yet
 
 
 # The first bytes of a snapshot file. step, seed, size (bytes of the body): int; sha256 (of the state), config (see
-# `config_digest`), before (SHA-256 of the fitness of the previous step): bytes [32]
+# `fits`), before (SHA-256 of the fitness of the previous step): bytes [32]
 Head = namedtuple("Head", "step seed sha256 config before size")
 
 
@@ -59,9 +61,19 @@ def data_digest(tokens):
     return digest.digest()
 
 
-def config_digest(cfg):
-    """bytes [32] over the constants that determine the model."""
-    return hashlib.sha256(json.dumps(history.non_default(cfg), sort_keys=True).encode()).digest()
+def config_digest(constants):
+    """bytes [32] over constants that determine the model, {name: value}."""
+    return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).digest()
+
+
+def _values(cfg):
+    return VALUES + config_digest(cfg.saved())[len(VALUES):]
+
+
+def fits(cfg, head):
+    """Whether a Head is of this configuration. Those of older programs have a digest of what differed from their
+    egg_config.py, which nobody knows."""
+    return not head.config.startswith(VALUES) or head.config == _values(cfg)
 
 
 def pack(state):
@@ -92,7 +104,7 @@ def unpack(cfg, data, sha256=None):
     if sha256 not in (None, head.sha256):
         raise ValueError(f"snapshot of step {head.step}: it is not the state that was stated")
     try:
-        if not sha256 and head.config != config_digest(cfg):
+        if not sha256 and not fits(cfg, head):
             raise ValueError("it is of another configuration")
         raw = history.unzip(data[HEAD_SIZE:], sum(sizes(cfg)))
         digest = _begin(head.step, head.seed)
@@ -102,6 +114,29 @@ def unpack(cfg, data, sha256=None):
         return parameters.from_raw(cfg, raw, head.step, head.seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
+
+
+def whole(cfg, directory, damage, step=None):
+    """The State of the newest snapshot in the save directory of a run whose history is damaged (history.Damaged), or of
+    the one of a step, that is whole. Raises `damage` without one."""
+    matches = filter(None, map(history.SNAPSHOT.fullmatch, os.listdir(directory)))
+    for match in sorted(matches, key=lambda match: -int(match[1])):
+        if step in (None, int(match[1])):
+            with contextlib.suppress(ValueError, OSError):
+                return read(cfg, os.path.join(directory, match[0]))
+    raise damage
+
+
+def mend(cfg, directory, damage):
+    """Lets a run whose history is damaged go on from its newest whole snapshot: where that is not older than what can
+    be read, or where workers need no earlier steps. Returns a line about it. Raises `damage`, OSError."""
+    state, path = whole(cfg, directory, damage), os.path.join(directory, history.FILE)
+    if state.step < damage.step and cfg.PERTURB == "weights":
+        raise damage
+    shutil.copyfile(path, copy := history.unused(f"{path}.damaged"))
+    history.begin_anew(cfg, directory, history.Start(state.step, state.seed, state_hash(state).hex()))
+    return (f"{path} is damaged: the run goes on from step {state.step}, the steps after that are gone; {copy} is the "
+            "damaged file")
 
 
 def check(path):
@@ -142,8 +177,7 @@ def read_head(data):
 
 def _make_head(cfg, step, seed, sha256, fitness, size):
     """The first bytes of a snapshot file. fitness: packed, of the previous step; size: of the body, in bytes."""
-    return history.with_crc(HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(),
-                                      size))
+    return history.with_crc(HEAD.pack(MAGIC, step, seed, sha256, _values(cfg), hashlib.sha256(fitness).digest(), size))
 
 
 def save(cfg, state, directory):
@@ -215,8 +249,8 @@ class Upload:
 
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
-    old ones are removed. damaged: lines about files that cannot be used; doubtful: steps of those that `check` has not
-    come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
+    old ones are removed. damaged: {line: file, or None} about files that cannot be used; doubtful: steps of those that
+    `check` has not come to yet, which are not offered. stopped: no more snapshots, they cannot be written."""
 
     stopped = False
 
@@ -228,7 +262,7 @@ class Shelf:
         self.digests = {}                # step -> digest, of those that were uploaded, also before they are in `files`
         self.figures = {}                # step -> figure, see `ranked`
         self.sha256 = {}                 # step -> SHA-256 of the state
-        self.damaged = []
+        self.damaged = {}
         self.doubtful = set()
         for match in self._matches():
             self._take(match)
@@ -245,23 +279,26 @@ class Shelf:
                 if head.size != os.fstat(file.fileno()).st_size - HEAD_SIZE:
                     raise ValueError("it is cut short")
         except (OSError, ValueError) as error:
-            return self._damaged(match[0], error)
-        if (head.step, head.config) == (int(match[1]), config_digest(self.cfg)) and self._is_of_run(head):
+            return self._note(match[0], error)
+        if not fits(self.cfg, head):
+            self.damaged[f"{self._place(match[0])} is of another configuration and not used"] = None
+        elif head.step == int(match[1]) and self._is_of_run(head):
             self.files[head.step] = match[0]
             self.sha256[head.step] = head.sha256
             if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
                 self.figures[head.step] = float(match[3])
 
-    def _damaged(self, name, error):
-        self.damaged.append(f"{self._place(name)} is damaged and not used: {getattr(error, 'strerror', None) or error}")
+    def _note(self, name, error):
+        why = getattr(error, "strerror", None) or error
+        self.damaged[f"{self._place(name)} is damaged and not used: {why}"] = name
 
     def _is_of_run(self, head):
-        """With noise on activations the history may begin later than the epoch: of the snapshots between, the best
+        """With unit trials the history may begin later than the epoch: of the snapshots between, the best
         stays."""
         step, start = head.step, self.run.start
         if step < start.step:
             since = start.origin.get("since", start.step) if start.origin else 0
-            return self.cfg.PERTURB == "activations" and step >= since
+            return self.cfg.PERTURB == "units" and step >= since
         if step == start.step and start.state:
             return head.sha256.hex() == start.state
         return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
@@ -278,12 +315,14 @@ class Shelf:
             try:
                 yield functools.partial(check, self.path(step))
             except (OSError, ValueError) as error:
-                self._damaged(self.files.pop(step), error)
+                self._note(self.files.pop(step), error)
                 del self.sha256[step]
             except GeneratorExit:
                 return self.doubtful.clear()
             self.doubtful.discard(step)
-        for line in self.damaged:
+        for line, name in self.damaged.items():
+            if name and os.access(self._place(name), os.R_OK):       # it is named once
+                os.replace(self._place(name), self._place(f"{name}.damaged"))
             warn(line)
         start = self.run.start
         if start.step and max(self.files, default=0) < start.step:
@@ -344,6 +383,13 @@ class Shelf:
             with contextlib.suppress(OSError):
                 self.arrange()
 
+    def forget_figures(self):
+        """Of another text: no snapshot is measured yet. Rewards have prompts of their own."""
+        if not self.cfg.OBJECTIVE:
+            self.figures.clear()
+            with contextlib.suppress(OSError):
+                self.arrange()
+
     def begin_epoch(self, sha256):
         """Goes on with the snapshot of the state with which an epoch begins, which is on the disk, as the history is.
         Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
@@ -370,8 +416,8 @@ class Shelf:
         """Adds figures to file names, updates the links `latest` and `best`, removes old snapshots."""
         if self.doubtful or not self.directory:
             return                                       # `check` ends with this
-        for step in self.files.keys() & self.figures:
-            name = history.snapshot_name(step, self.figures[step], self.cfg.OBJECTIVE)
+        for step in self.files:
+            name = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
             if name != self.files[step]:
                 os.replace(self.path(step), self._place(name))
                 self.files[step] = name
@@ -379,9 +425,10 @@ class Shelf:
         for link, step in (("latest", self.newest), ("best", self.best)):
             path = self._place(f"{link}.egg")
             history.remove(path + ".part" if step else path)
-            if step:
-                os.symlink(self.files[step], path + ".part")
-                os.replace(path + ".part", path)
+            with contextlib.suppress(OSError):           # names of files say as much
+                if step:
+                    os.symlink(self.files[step], path + ".part")
+                    os.replace(path + ".part", path)
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
         if every := self.cfg.KEEP_EVERY * self.cfg.SNAPSHOT_EVERY:
             stay |= {step for step in self.files if step % every == 0}
@@ -491,11 +538,11 @@ class Collector:
             self.dispatcher.changed = True
 
     def _forget(self):
-        """A task. With noise on activations the history keeps the steps since the second newest snapshot: a step is a
+        """A task. With unit trials the history keeps the steps since the second newest snapshot: a step is a
         digit a weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
-        if (self.cfg.PERTURB == "activations" and step > run.start.step
+        if (self.cfg.PERTURB == "units" and step > run.start.step
                 and (step in shelf.digests or not run.start.origin)):
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
                 yield from run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))

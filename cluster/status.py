@@ -26,6 +26,11 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
 RISEN = 0.15               # bits that language may lose to rewards before advice is due
+AS_HIGH = 0.1              # share by which the reward with other rows is less, where the prompt does not matter
+# {figure beside the reward: what it is called when that halves, what to change}
+VARIETY, SHORT = "a lower TEMPERATURE, or reward variety", "a reward that such texts do not earn"
+SHRINKS = (("distinct_texts", "variety has halved", VARIETY), ("distinct_words", "variety has halved", VARIETY),
+           ("words_a_text", "texts have become short", SHORT), ("letters_a_text", "texts have become short", SHORT))
 MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 
@@ -51,7 +56,7 @@ class Progress:
         self.first_step = run.step
         self.validations = []
         self.rewards = []
-        self._variety = {}                                                 # most distinct texts and words
+        self._most = {}                                                    # {name of SHRINKS: the most so far}
         self._advised = set()                                              # what was advised
         self._best = math.inf, 0                                           # validation, step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
@@ -75,14 +80,18 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
+    def of_step(self, step, sum_loss):
+        """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
+        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        return {"step": step, "tokens": step * self.tokens_a_step,
+                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
+
     def complete_step(self, step, sum_loss):
         """The fields of the event of a completed step."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
         self.speed = (self.tokens_a_step + self._written) / seconds
-        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
-                "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
+        return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
                 "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
@@ -133,11 +142,15 @@ class Progress:
         if noted:
             self._written = numbers.get("written_a_step", 0)
             self.events.emit("completions", step=step, completions=shown.get("completions"))
-            for name in "distinct_texts", "distinct_words":
+            for name, what, advice in SHRINKS:
                 now = numbers.get(name, 0)
-                most = self._variety[name] = max(self._variety.get(name, 0), now)
-                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most > 0,
-                             f"step {step}: variety has halved, {now} {name.replace('_', ' ')} after {most}")
+                most = self._most[name] = max(self._most.get(name, 0), now)
+                self._advise(advice, 2 * now <= most > 0,
+                             f"step {step}: {what}, {now:.4g} {name.replace('_', ' ')} after {most:.4g}")
+            others = numbers.get("with_other_rows", -math.inf)
+            self._advise("a reward for which the prompt matters", reward > self.rewards[0][1]
+                         and reward - others <= AS_HIGH * abs(reward), f"step {step}: the texts earn as much with the "
+                         f"prompts and columns of other rows, {others:.4f} of {reward:.4f}")
         return noted
 
     def _advise(self, advice, due, line):
@@ -153,6 +166,8 @@ class Progress:
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
+        if any(self.run.held_out):
+            details["of"] = self.run.held_out.hex()[:16]
         self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 

@@ -20,6 +20,8 @@ STATES_KEPT = 8            # steps whose states are remembered
 # Who answers for results: a machine with a key, or else a process. Each has one vote. name: that of the worker, by
 # which errors are counted and bans are made; voter: the name again with a key, else a random id of the process
 Author = namedtuple("Author", "name voter")
+# Who answers for a state: a process. Those with one key have one vote for each state that they hold together.
+Process = namedtuple("Process", "name voter id")
 Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of ternary fitness
 
 
@@ -195,59 +197,65 @@ WAIT = "wait"
 
 
 class States:
-    """votes: {step: {digest: Authors}} of the last steps."""
+    """votes: {step: {digest: Processes}} of the last steps."""
 
     def __init__(self):
         self.votes = Newest(STATES_KEPT)
 
-    def judge(self, step, author, digest, rebuilt, at_work=()):
-        """Takes a vote in. Returns the verdict on it (AGREES, REBUILD or WAIT), and whether the author has erred: it is
-        outvoted, or contradicts itself. rebuilt: the author has rebuilt its replica at this step; at_work: authors.
-        While one of them has still to vote, a tie is waited out."""
+    def judge(self, step, process, digest, rebuilt, at_work=()):
+        """Takes a vote in. Returns the verdict on it (AGREES, REBUILD or WAIT), and whether the process has erred: it
+        is outvoted, or contradicts itself. rebuilt: it has rebuilt its replica at this step; at_work: Authors. While
+        one of them has still to vote, a tie is waited out."""
         if step not in self.votes:
             self.votes[step] = {}
         votes = self.votes[step]
-        erred = any(author in authors for other, authors in votes.items() if other != digest)
+        erred = any(process in holders for other, holders in votes.items() if other != digest)
         if erred:
-            self._withdraw(votes, author)
-        votes.setdefault(digest, set()).add(author)
-        count, others = len(votes[digest]), self._most_for_another(step, digest)
+            self._withdraw(votes, process)
+        votes.setdefault(digest, set()).add(process)
+        count, others = len(authors(votes[digest])), self._most_for_another(step, digest)
         if count > others:
             return AGREES, erred
         if count < others:
-            self._withdraw(votes, author)            # the error counts once; it votes again when it has rebuilt
+            self._withdraw(votes, process)           # the error counts once; it votes again when it has rebuilt
             return REBUILD, True
-        all_voted = set().union(*votes.values()) >= set(at_work)
+        all_voted = authors(set().union(*votes.values())) >= set(at_work)
         return REBUILD if all_voted and not rebuilt else WAIT, erred
 
     def outvoted(self, step, digest):
-        """[Author]: those that hold another state of this step."""
-        return [author for other, authors in self.votes.get(step, {}).items() if other != digest for author in authors]
+        """[Process]: those that hold another state of this step."""
+        return [process for other, holders in self.votes.get(step, {}).items() if other != digest
+                for process in holders]
 
-    def forget(self, author):
+    def forget(self, process):
         for votes in self.votes.values():
-            self._withdraw(votes, author)
+            self._withdraw(votes, process)
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        counts = sorted(map(len, self.votes.get(step, {}).values()))[-2:]
+        counts = sorted(len(authors(holders)) for holders in self.votes.get(step, {}).values())[-2:]
         return len(counts) < 2 or counts[1] > counts[0]
 
     def contradicts(self, step, digest):
         """Whether another state of this step has votes, and at least as many as this one."""
         others = self._most_for_another(step, digest)
-        return 0 < others >= len(self.votes.get(step, {}).get(digest, ()))
+        return 0 < others >= len(authors(self.votes.get(step, {}).get(digest, ())))
 
     def clear(self):
         self.votes.clear()
 
     def _most_for_another(self, step, digest):
         votes = self.votes.get(step, {})
-        return max((len(authors) for other, authors in votes.items() if other != digest), default=0)
+        return max((len(authors(holders)) for other, holders in votes.items() if other != digest), default=0)
 
     @staticmethod
-    def _withdraw(votes, author):
-        for digest, authors in list(votes.items()):
-            authors.discard(author)
-            if not authors:
+    def _withdraw(votes, process):
+        for digest, holders in list(votes.items()):
+            holders.discard(process)
+            if not holders:
                 del votes[digest]
+
+
+def authors(processes):
+    """{Author}: those of some processes."""
+    return {process[:2] for process in processes}

@@ -9,8 +9,10 @@ import bisect
 import collections
 import functools
 import gc
-import os
+import pickle
 import struct
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -52,8 +54,9 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 def kernels(cfg, cc, shared_limit):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
-    launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
-    "digest"."""
+    launches; each has a `file`, in the cache, and is `made_by` these arguments. Verbs: "load", "step" (evaluate and
+    update), "validate", "write" and "digest"."""
+    made_by = cfg, cc, shared_limit
     gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
     forward = egg_kernels.build_forward(cfg, gpu)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
@@ -66,6 +69,7 @@ def kernels(cfg, cc, shared_limit):
     made_of = numba_cuda.__version__, vars(cfg), cc
     of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of)
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
+        kernel.made_by = made_by
         kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
 
@@ -91,29 +95,32 @@ def compile_all(every, capability, purpose):
 
 
 def _compile_together(missing, capability, started):
-    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. Each
-    takes the number of a kernel from a pipe, compiles it, and takes the next. A kernel that fails there is left to this
-    process, which reports the error."""
+    """New processes, as the driver of a GPU does not survive a fork, compile the kernels {file: Kernel} into their
+    files, unless there is only one core. A kernel that fails there is left to this process, which reports the error."""
     longest_first = sorted(missing.items(), key=lambda item: -item[1].shared)        # tiles in shared memory take long
     count = min(COMPILERS, hardware.cores(), len(missing))
-
-    numbers, writer = os.pipe()
-    os.write(writer, bytes(range(len(missing))))
-    os.close(writer)
-
-    def compile_some():
-        without_gpu(capability)
-        while number := os.read(numbers, 1):
-            path, kernel = longest_first[number[0]]
-            kernel.dispatcher._cache = kernel_cache.CudaCache(path)
-            kernel.dispatcher.compile(kernel.signature)
-
-    forks = [kernel_cache.forked(compile_some) for _ in range(count if count > 1 else 0)]
-    os.close(numbers)
-    while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
+    program = (f"import sys; sys.path.insert(0, {str(kernel_cache.ROOT)!r}); from engine import cuda_engine; "
+               "cuda_engine.compile_some()")
+    running = []
+    for some in (longest_first[i::count] for i in range(count if count > 1 else 0)):
+        running.append(subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL))
+        with running[-1].stdin as stdin:
+            pickle.dump((some[0][1].made_by, capability, [(path, kernel.file) for path, kernel in some]), stdin)
+    while any(process.poll() is None for process in running):
         time.sleep(0.1)
         show(f"egg: {sum(path.exists() for path in missing)} of {len(missing)} kernels, "
              f"{time.monotonic() - started:.0f} s")
+
+
+def compile_some():
+    """The main function of such a process, which reads what it compiles from standard input."""
+    made_by, capability, some = pickle.load(sys.stdin.buffer)
+    without_gpu(capability)
+    every = {kernel.file: kernel for made in kernels(*made_by)[2].values() for kernel in made}
+    for path, name in some:
+        every[name].dispatcher._cache = kernel_cache.CudaCache(path)
+        every[name].dispatcher.compile(every[name].signature)
 
 
 def without_gpu(capability):

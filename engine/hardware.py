@@ -6,14 +6,19 @@ import importlib.util
 import os
 import signal
 import sys
+import types
 
-from egg_config import EggError
+from egg_config import EggError, UsageError, begin_process
 
 OLDEST = (8, 0)     # lowest compute capability that is supported
 
 
 class EngineError(EggError):
     """One line that names the device that cannot be used here, and a remedy."""
+
+
+class NoDevice(EngineError, UsageError):
+    """The device that was asked for is not there."""
 
 
 def cores(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
@@ -77,7 +82,7 @@ def devices(cfg):
     else:
         return usable
     if cfg.DEVICE == "cuda":
-        raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
+        raise NoDevice(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
         _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
@@ -97,7 +102,7 @@ def one_device(cfg, gpu=None):
     """The device of one worker: GPU number `gpu`, or the first of `devices`. Raises EngineError for an unusable GPU."""
     usable = devices(cfg)
     if gpu is not None and f"cuda:{gpu}" not in usable:
-        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
+        raise NoDevice(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
 
 
@@ -105,21 +110,20 @@ def start_process(main, *arguments):
     """(process, our end of its pipe). The new process calls main(*arguments, the other end); it gets no Ctrl-C, and
     ends with this one."""
     import multiprocessing.resource_tracker          # a coordinator has no use for it
+    if multiprocessing.current_process().daemon:
+        raise EngineError("this process may have no processes of its own, as it is daemonic, of a Pool or of Celery: "
+                          "call egg from another one, as of concurrent.futures.ProcessPoolExecutor")
     context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
+    process = context.Process(target=begin_process, args=(main, *arguments, theirs), daemon=True)
     multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    program, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
-        process.start()
+        process.start()                              # it would import the program that calls us, which may train again
     finally:
+        sys.modules["__main__"] = program
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     return process, ours
 
-
-def _begin(main, *arguments):
-    import multiprocessing
-    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
-    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
-    main(*arguments)

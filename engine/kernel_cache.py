@@ -61,7 +61,8 @@ def directory():
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
-        if status.st_mode == stat.S_IFDIR | 0o700 and status.st_uid == os.getuid():
+        private = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o777 == 0o700       # it may inherit set-group-id
+        if private and status.st_uid == os.getuid():
             (path / "last-use").touch()                      # an OSError where nothing can be written
             remove_unused(path)
             return path
@@ -91,7 +92,7 @@ def read(path):
 def write(path, data):
     """Writes a whole file at once, unless the sources have changed since `key` named it: a module that was read later
     may be another one. If writing fails, one line says so, and the kernel will be compiled again."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}")          # containers share a home, and numbers
     if digest_of_sources(ROOT) != OF_SOURCES:
         return
     try:
@@ -110,7 +111,8 @@ def cannot_keep(reason):
 def alone(kind):
     """A block that the processes of this user enter one after the other: what starts together compiles once."""
     with open(directory() / f"lock-{kind}", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):           # there is none on some network drives: it only saves work
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -1,6 +1,8 @@
 """Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the
 files. One that is missing or damaged raises DataError, a line that says what to do."""
 
+import filecmp
+import heapq
 import importlib
 import json
 import math
@@ -11,11 +13,12 @@ from collections import namedtuple
 
 import numpy as np
 
-from egg_config import EggError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, sha256_of
 
 MARK = "decoding.sha256"     # beside tokens: that of the decoding.bin with which they were made
 END = b"<|endoftext|>"        # the bytes of the token for the end of a text, where a vocabulary has one
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
+MOST_WORDS = 1 << 20         # whose tokens are remembered
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
 REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
 
@@ -27,17 +30,30 @@ WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+
 
 # {first bytes: the module that unpacks such a file}, {first bytes: what other files are}
 PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "pyzstd", b"BZh91AY&SY": "bz2"}
-FOREIGN = {b"PK\3\4": "a zip archive", b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
+FOREIGN = {b"PK\3\4": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a RAR archive",
+           b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
            b"\xff\xfe\0\0": "UTF-32 text", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
            (20240520).to_bytes(4, "little"): "tokens of llm.c", (20240801).to_bytes(4, "little"): "tokens of llm.c"}
-TOKENS, SHORT = "tokens (uint32)", "tokens (uint16, as of nanoGPT)"
-ADVICE = {SHORT: "numpy.fromfile(FILE, '<u2').astype('<u4').tofile(NEW) makes uint32 of them",
+TOKENS = "tokens (uint32)"
+# {what NumPy calls them: tokens, of which all are below 2^18}; int64 is its default
+NUMBERS = {"<u8": "tokens (int64)", ">u8": "tokens (int64, big-endian)", "<u4": TOKENS,
+           ">u4": "tokens (uint32, big-endian)"}
+SHORT = "tokens (uint16, as of nanoGPT)"
+ADVICE = {**{name: f"numpy.fromfile(FILE, '{kind}').astype('<u4').tofile(NEW) makes uint32 of them"
+             for kind, name in {**NUMBERS, "<u2": SHORT}.items() if name != TOKENS},
           "UTF-16 text": "`iconv -f UTF-16 -t UTF-8` makes text of it",
           "UTF-32 text": "`iconv -f UTF-32 -t UTF-8` makes text of it"}
+# {how the vocabularies of others begin: what they are}
+VOCABULARIES = {rb"\s*\{": "JSON, as a tokenizer.json", rb"[A-Za-z0-9+/]+=* \d+\n": "a vocabulary of tiktoken",
+                rb"#version": "a merges.txt", rb"(?s)\n.\n.<": "a model of sentencepiece"}
 
 
 class DataError(EggError):
     """About a data file."""
+
+
+class UnusableData(DataError, UsageError):
+    """Data with which no run can begin."""
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -62,7 +78,7 @@ def open_tokens(cfg, path):
     if not wide:
         _need_bytes(tokens, path, "make bytes of a text with `python egg.py prepare TEXT --vocab-size 256`, or begin a "
                     "run with DETOKENIZE=1, which reads the bytes of tokens")
-    elif size % 4 or not _fits_tokens(tokens) or _signature(tokens):
+    elif size % 4 or not _fits_tokens(tokens) or _signature(tokens) or _format(tokens) == NUMBERS["<u8"]:
         prepare = "make tokens of a text with `python egg.py prepare TEXT`"
         if (kind := _format(tokens)) not in (None, TOKENS):
             raise DataError(f"{path} holds {kind}, not uint32 tokens: {ADVICE.get(kind, prepare)}")
@@ -76,7 +92,7 @@ def open_tokens(cfg, path):
                             "into bytes: make both with `python egg.py prepare TEXT --vocab-size N`, or set "
                             "DETOKENIZE=0 for plain bytes")
         decoding = Decoding.read(cfg.DECODING_FILE)
-        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
+        need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
         tokens = np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
     elif wide and (largest := _largest(tokens)) >= cfg.VOCAB_SIZE:
         raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE to that of "
@@ -107,7 +123,9 @@ def _fits_tokens(data):
 
 def _signature(data):
     """What data are by their first bytes, None of others."""
-    head = data[:16].tobytes()
+    head = data[:512].tobytes()
+    if head[257:262] == b"ustar":
+        return "a tar archive"
     return next((name for first, name in {**PACKED, **FOREIGN}.items() if head.startswith(first)), None)
 
 
@@ -120,8 +138,10 @@ def _format(data):
     def are_letters(numbers):
         return np.isin(numbers, [9, 10, 13, *range(32, 127)]).mean() > 0.9
 
-    if _fits_tokens(data):
-        return "UTF-32 text" if are_letters(start.view("<u4")) else TOKENS
+    for kind, name in NUMBERS.items():
+        numbers = start[:start.size // 8 * 8].view(kind)
+        if numbers.nbytes >= (8 if name == TOKENS else 64) and (numbers < 1 << 18).all():
+            return "UTF-32 text" if "4" in kind and are_letters(numbers) else name
     control = np.isin(start, [*range(9), 11, 12, *range(14, 32)])           # rare in a text, usual for a high byte
     if start.size >= 64 and control[1::2].mean() > control[::2].mean() + 0.3:
         return "UTF-16 text" if are_letters(start.view("<u2")) else SHORT
@@ -138,34 +158,45 @@ def _largest(tokens):
     return max(int(tokens[at:at + BLOCK].max()) for at in range(0, tokens.size, BLOCK))
 
 
-def _need_decodable(tokens, path, decoding, decoding_file):
+def need_decodable(tokens, path, decoding, decoding_file):
+    """Raises DataError for tokens that a Decoding does not have."""
     if (largest := _largest(tokens)) >= len(decoding):
         raise DataError(f"{path} holds token {largest}, but {decoding_file} only has {len(decoding)}: the files of one "
                         "`python egg.py prepare` belong together")
 
 
-def read_text(path):
-    """bytes of a file, one that is packed unpacked, of JSON lines (.jsonl) the field "text". Raises DataError, also for
-    a file of another format."""
+def read_text(path, field="text"):
+    """bytes of a file, one that is packed unpacked, of JSON lines (.jsonl) that field. Raises DataError, also for a
+    file of another format."""
     with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
         data = file.read()
-    names = [name for first, name in PACKED.items() if data.startswith(first)] or ["pyzstd"] * path.endswith(".zst")
-    for name in names:
+    name = "pyzstd" if path.endswith(".zst") else None
+    while name := next((name for first, name in PACKED.items() if data.startswith(first)), name):
         try:
-            data = importlib.import_module(name).decompress(data)
+            data, name = importlib.import_module(name).decompress(data), None          # it may be packed twice
         except Exception as error:                       # each library has its own
             raise DataError(f"{path}: no whole {name.removeprefix('py')} file ({' '.join(str(error).split())}): fetch "
                             "or pack it again") from None
     if ".jsonl" in os.path.basename(path):
-        number, texts = 0, []
-        try:
-            for number, line in enumerate(data.splitlines(), 1):
-                texts.append(json.loads(line)["text"])
-            data = "\n".join(texts).encode("utf-8", "replace")
-        except (ValueError, LookupError, TypeError):
-            raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"text\"") from None
+        texts = []
+        for number, row in json_lines(path, data):
+            if not (isinstance(row, dict) and isinstance(row.get(field), str)):
+                raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"{field}\": "
+                                "--field NAME names another")
+            texts.append(row[field])
+        data = "\n".join(texts).encode("utf-8", "replace")
     _need_bytes(np.frombuffer(data, np.uint8), path, "give the text itself")
     return data
+
+
+def json_lines(path, data, kind=DataError):
+    """Yields (number of the line, value) of JSON lines (bytes), without empty ones. Raises a `kind` of EggError."""
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            if line.strip():
+                yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise kind(f"{path}:{number}: {getattr(error, 'msg', error)}: every line is to be a JSON object") from None
 
 
 # --- what a token stands for -----------------------------------------------------------------------------------------
@@ -178,6 +209,7 @@ class Decoding:
         self._first = np.cumsum(self.lengths) - self.lengths
         self._pieces, self._bytes = pieces, np.frombuffer(b"".join(pieces), np.uint8)
         self._ids = None                 # bytes -> token, once something is encoded
+        self._words = {}                 # word -> its tokens
 
     def __len__(self):
         return self.lengths.size
@@ -194,6 +226,9 @@ class Decoding:
 
         def need(ok, message):
             if not ok:
+                if name := next((name for begin, name in VOCABULARIES.items() if re.match(begin, data)), None):
+                    raise DataError(f"{path} is {name}, which egg does not read: make a decoding.bin and tokens of the "
+                                    "text itself with `python egg.py prepare TEXT`")
                 raise DataError(f"{path} is damaged ({message}): make it again with `python egg.py prepare TEXT "
                                 "--vocab-size N`")
 
@@ -217,8 +252,8 @@ class Decoding:
 
     def encode(self, data):
         """int32: the tokens of `data` (bytes). Within a word (WORDS), the two neighbours whose merge has the lowest id
-        are merged, until no two neighbours make a token. `prepare` numbers tokens in the order in which the BPE learned
-        its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
+        are merged, until no two neighbours make a token; END is one. `prepare` numbers tokens in the order in which the
+        BPE learned its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
         if self._ids is None:
             # of equal tokens the first counts
             self._ids = {self._pieces[t]: t for t in reversed(range(len(self)))}
@@ -227,26 +262,39 @@ class Decoding:
                             "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`")
         if (self.lengths == 1).all():
             return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
-        known, out = {}, []
-        for word in re.findall(WORDS, data.decode("latin-1")):
-            if word not in known:
-                known[word] = self._merge(word.encode("latin-1"))
-            out += known[word]
-        return np.array(out, np.int32)
+        known, end, out = self._words, self._ids.get(END, 0), []
+        if len(known) > MOST_WORDS:
+            known.clear()
+        for text in data.split(END) if end else [data]:
+            for word in re.findall(WORDS, text.decode("latin-1")):
+                if word not in known:
+                    known[word] = self._merge(word.encode("latin-1"))
+                out += known[word]
+            out.append(end)                          # behind the last one it is too much
+        return np.array(out[:-1], np.int32)
 
     def _merge(self, word):
         """[token]: the tokens of one word."""
-        parts, ids = [word[i:i + 1] for i in range(len(word))], self._ids
-        while True:
-            lowest = min((ids.get(a + b, len(self)) for a, b in zip(parts, parts[1:])), default=len(self))
-            if lowest == len(self):
-                return [ids[part] for part in parts]
-            merged, i = [], 0
-            while i < len(parts):
-                two = i + 1 < len(parts) and ids.get(parts[i] + parts[i + 1]) == lowest
-                merged.append(parts[i] + parts[i + 1] if two else parts[i])
-                i += 1 + two
-            parts = merged
+        ids, count = self._ids, len(word)
+        # of the part that begins at a byte, 0 where none does: its size; where the one before it begins
+        sizes, before = [1] * count, [*range(-1, count - 1)]
+        heap = [(ids[word[at:at + 2]], at, 2) for at in range(count - 1) if word[at:at + 2] in ids]
+        heapq.heapify(heap)
+        while heap:
+            lowest, changed = heap[0][0], []
+            while heap and heap[0][0] == lowest:
+                _, at, size = heapq.heappop(heap)
+                right = at + sizes[at]
+                if right < at + size and sizes[at] + sizes[right] == size:       # both are still there
+                    sizes[at], sizes[right] = size, 0
+                    if at + size < count:
+                        before[at + size] = at
+                    changed += before[at], at
+            for at in changed:
+                end = at + sizes[at]
+                if at >= 0 and at < end < count and (new := word[at:end + sizes[end]]) in ids:
+                    heapq.heappush(heap, (ids[new], at, len(new)))
+        return [ids[word[at:at + size]] for at, size in enumerate(sizes) if size]
 
     def decode(self, tokens):
         """bytes of a sequence of token ids; an id that decoding.bin does not have becomes U+FFFD."""
@@ -267,7 +315,11 @@ def load_decoding(cfg, warn=warn):
     if cfg.DECODING_SHA256 not in ("", sha256_of(cfg.DECODING_FILE)):
         raise DataError(f"{cfg.DECODING_FILE} is not the decoding.bin of this run, whose tokens are others: name that "
                         "one with -D DECODING_FILE=...")
-    return Decoding.read(cfg.DECODING_FILE)
+    decoding = Decoding.read(cfg.DECODING_FILE)
+    if len(decoding) > cfg.VOCAB_SIZE:
+        raise DataError(f"{cfg.DECODING_FILE} has {len(decoding)} tokens, the model {cfg.VOCAB_SIZE}: give the "
+                        "decoding.bin of its data with -D DECODING_FILE=...")
+    return decoding
 
 
 def encoded(cfg, decoding, text):
@@ -291,10 +343,10 @@ def text(decoding, tokens):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-class Validation(namedtuple("Validation", "windows n_bytes unit tokens", defaults=[None])):
+class Validation(namedtuple("Validation", "windows n_bytes unit")):
     """Held-out windows: int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1], inputs row[:-1], targets row[1:]; n_bytes: the
-    bytes of all targets, without a decoding their number; unit: "bits/byte" or "bits/token"; tokens: all of the file,
-    None if unknown. engine.validate(windows) returns (nats, number of targets)."""
+    bytes of all targets, without a decoding their number; unit: "bits/byte" or "bits/token". engine.validate(windows)
+    returns (nats, number of targets)."""
 
     def bits(self, nats):
         """`nats`, summed over all targets, in `unit`."""
@@ -312,6 +364,8 @@ def open_validation(cfg, decoding, warn=warn):
     if os.path.exists(cfg.INPUT_FILE) and os.path.samefile(cfg.INPUT_FILE, cfg.VAL_FILE):
         raise DataError(f"{cfg.VAL_FILE} is both INPUT_FILE and VAL_FILE: give a file of held-out data with "
                         "-D VAL_FILE=..., or -D VALIDATE_EVERY=0")
+    if os.path.exists(cfg.INPUT_FILE) and filecmp.cmp(cfg.INPUT_FILE, cfg.VAL_FILE, False):
+        warn(f"{cfg.VAL_FILE} is a copy of {cfg.INPUT_FILE}: validations will be too good")
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 
 
@@ -319,14 +373,14 @@ def held_out(cfg, tokens, path, decoding, most=0):
     """A Validation (SPEC 15) on `most` tokens (0: all) of a file, in windows spread evenly. Raises DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
-        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
+        need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
     whole = (tokens.size - 1) // length
     wanted = min(whole, max(1, most // length)) if most else whole
     starts = np.arange(wanted) * whole // wanted * length
     windows = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
     if decoding is None:
-        return Validation(windows, wanted * length, "bits/token", tokens)
-    return Validation(windows, max(1, int(decoding.lengths[windows[:, 1:]].sum())), "bits/byte", tokens)
+        return Validation(windows, wanted * length, "bits/token")
+    return Validation(windows, max(1, int(decoding.lengths[windows[:, 1:]].sum())), "bits/byte")
 
 
 def references(cfg, train, validation):

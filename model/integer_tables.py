@@ -1,6 +1,7 @@
 """The integer tables of the models: exponentials, GELU, rotary embedding (SPEC 6, 7), made in double, halves rounded
 away from zero; and the transforms of the tokens (NTT_MODE, SPEC 14), whose coefficients the model looks up too."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -39,6 +40,14 @@ def rope_table(cfg, positions):
 def log_unit(cfg):
     """Loss units (1/256 logit) in one octave of Q, with 16 fractional bits: the factor of log2 in LOSS = "exact"."""
     return round(cfg.SOFTMAX_EXP_SCALE * np.log(2.0) * 256 * 65536)
+
+
+def digest(cfg):
+    """Hexadecimal: of these tables and of some powers, as for CHUNK_MEAN_FILTER. NumPy and libm may round otherwise on
+    another processor, and workers whose tables differ would find each other wrong."""
+    made = [exp_table(cfg), gelu_table(), *([rope_table(cfg, cfg.SEQ_LEN)] if cfg.MODEL == "transformer" else []),
+            np.array([(k / 7) ** cfg.CHUNK_MEAN_EXPONENT for k in range(1, 1000)])]
+    return hashlib.sha256(b"".join(table.tobytes() for table in made)).hexdigest()[:32]
 
 
 # --- transforms of the tokens -----------------------------------------------------------------------------------------

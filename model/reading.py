@@ -146,13 +146,14 @@ class Reading:
 
     def attention(self, q, k, v, layer):
         exp, a = integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
-        shares = self.keep("shares", layer, np.zeros((self.cfg.N_HEADS, len(q), len(q)), np.int64))
+        weights = np.zeros((self.cfg.N_HEADS, len(q), len(q)), np.int64)
         for number, head in enumerate(np.split(np.arange(self.cfg.HIDDEN_DIM), self.cfg.N_HEADS)):
             scores = q[:, head] @ k[:, head].T >> self.cfg.SHIFT_ATTN
             for t, row in enumerate(scores):
-                w = exp[np.minimum(len(exp) - 1, row[:t + 1].max() - row[:t + 1])]
+                weights[number, t, :t + 1] = w = exp[np.minimum(len(exp) - 1, row[:t + 1].max() - row[:t + 1])]
                 a[t, head] = clip(divide(w @ v[:t + 1, head], w.sum()))
-                shares[number, t, :t + 1] = (8192 * w + w.sum()) // (2 * w.sum())
+        total = self.observed(layer, "Weights", weights).sum(2, keepdims=True)
+        self.keep("shares", layer, (8192 * weights + total) // (2 * total))
         return a
 
     def layer_norm(self, x, name, layer=0):

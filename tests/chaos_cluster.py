@@ -112,9 +112,9 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         trouble.process.communicate()
     with closing(history.open_run(cfg, directory)) as run:
         packed, digest = expected(run.step, cfg, kinds[0])
-        assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "activations")
+        assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "units")
         engine = kinds[0](cfg)
-        if run.start.step:                       # with noise on activations the history begins with a snapshot
+        if run.start.step:                       # with unit trials the history begins with a snapshot
             engine.load(snapshots.Shelf(cfg, run).state(run.start.step))
         history.replay(run, engine)
         assert engine.digest() == digest

@@ -20,7 +20,7 @@ from model import parameters
 from compiling import compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
-from fakes import UNITS, CFG, Dice
+from fakes import CFG, Dice, UNITS
 from commands import certificate
 
 with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` need not have hypothesis

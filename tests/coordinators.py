@@ -43,9 +43,9 @@ class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left.
     What it has not itself is that of the Coordinator."""
 
-    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
+    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, mend=None, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
-        self.run = open_run(cfg, directory if save else None)
+        self.run = open_run(cfg, directory if save else None, mend=mend)
         console = egg_net.Console(self.lines, verbose=True)
         self.coordinator = Coordinator(cfg, self.run, port, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
@@ -316,15 +316,15 @@ def upload(peer, state):
         peer.send(wire.SNAPSHOT_DATA, state.step, len(body), at, body[at:at + wire.BLOCK])
 
 
-def cluster(directory, engines, steps, cfg=CFG, **options):
+def cluster(directory, engines, steps, cfg=CFG, caller=auth.Access(), **options):
     """Runs these engines, no more than a step has chunks, as workers w0, w1, ... of one coordinator; the server, after
-    `steps` steps."""
+    `steps` steps. caller: the auth.Access of the workers."""
     server, threads = Server(directory, cfg, steps=steps, **{"drain": 15, **options}), []
     begin_together(engines)
 
     def serve(engine, name):
         with suppress(egg_config.EggError):
-            run_worker(server, engine, name=name)
+            run_worker(server, engine, name=name, access=caller)
 
     for i, engine in enumerate(engines):
         threads.append(Thread(target=serve, args=(engine, f"w{i}")))

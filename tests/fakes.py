@@ -179,7 +179,7 @@ def differing(cfg):
 
 def card(cfg=CFG, **values):
     return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
-            "config": cfg.agreed(), "data": "", **values}
+            "config": cfg.saved(), "data": "", **values}
 
 
 class Lying:

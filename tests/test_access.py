@@ -23,7 +23,7 @@ from cluster import admission, auth, hub, link, status, wire
 from cluster.auth import (Access, AuthError, client_tls, key_of, listen_host,
                           read_secret, server_tls, whole_secret)
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, V2, frame
-from commands import fails, process
+from commands import certificate, fails, process
 from coordinators import Peer, Peer2, Server, listening, named, refused, turned_away, until, whole
 from fakes import CFG, FakeEngine, SECRET, changed, expected
 from recordings import HERE
@@ -37,6 +37,7 @@ def test_where_a_coordinator_listens():
     assert [listen_host(None, access) for access in safe] == 2 * ["0.0.0.0"]
     for host in ("localhost", "::1", "127.8.9.1"):
         assert listen_host(host, closed) == host
+    assert egg.parsed(["coordinator", "--host", "[::1]"]).host == "::1"
     for host in ("0.0.0.0", "::", "node7"):
         assert [listen_host(host, access) for access in safe] == 2 * [host]
         with raises(AuthError, match="without a secret would let anybody in"):
@@ -95,10 +96,15 @@ def test_tls(tmp_path, certificates):
         with refused("check that it is an egg coordinator of protocol 2, and give --tls-ca if it has TLS"):
             status.fetch_status(CFG, "127.0.0.1", server.port, Access(SECRET))
         assert "no TLS" in server.said
+        stranger, _ = certificate(tmp_path, "stranger", "-subj", "/CN=localhost")
+        with refused("its certificate is not good") as told:
+            Peer2(server, access=Access(SECRET, client_tls(stranger)))
+        assert told.value.status == 2                # nothing would mend it
     with Server(tmp_path) as server:
         turned_away("it has no secret, and here is one", server, secret=SECRET)
-        with raises((egg_net.NetError, OSError)):
+        with raises((egg_net.NetError, OSError)) as told:
             Peer2(server, access=ours)
+        assert getattr(told.value, "status", 2) == 2
     for wrong in (cert, None), (None, key), (key, key):
         with raises(AuthError):
             server_tls(*wrong)
@@ -143,18 +149,20 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     """The constants, with their values where they are unset, and what both sides have to be given."""
-    advice = ": give both the same --preset, -D and --objective$"
+    advice = ": give both the same egg_config.py, --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
         turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
                     + advice, server, default)
-        turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = 0:2,50:3.* "
-                    r"at the coordinator, unset at the worker" + advice,
-                    server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+        turned_away(r"configuration: HOST_GAUSSIAN = 1 at the coordinator, 0 at the worker; SOFT_TARGETS = unset at "
+                    r"the coordinator, 0:2 at the worker" + advice,
+                    server, laptop.changed(HOST_GAUSSIAN=0, SOFT_TARGETS=((0, 2),)))
+        turned_away("configuration: PERTURB = units at the coordinator, activations at the worker" + advice,
+                    server, config={**laptop.saved(), "PERTURB": "activations", "CREDIT": 8, "VERSION_OF_VOTES": 3})
     with Server(tmp_path, default, access=Access(SECRET)) as server:
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                     r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,
-                    server, secret=SECRET, config={**laptop.saved(), "CREDIT": 9})
+                    server, secret=SECRET, config={**laptop.saved(), "MUCH": 9})
 
 
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):

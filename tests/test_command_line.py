@@ -68,7 +68,8 @@ def test_a_cpu_quota_counts_as_cores(tmp_path, monkeypatch, own, files, cores):
 
 WRONG = """
 | COMMAND | --help
-tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | egg.py --help
+tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | ; did you mean train? | egg.py --help
+plot -D N_LAYERS=2 | unrecognized arguments: -D
 train --minuts 3 | unrecognized arguments: --minuts 3
 coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
 coordinator --tls-cert cert | needs both --tls-cert and --tls-key
@@ -114,6 +115,10 @@ def test_help_of_every_command(command):
     assert all(words in said for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
 
 
+def test_constants_are_offered_where_they_matter():
+    assert not any("-D NAME=VALUE" in succeeds(run(command, "--help")) for command in ("plot", "runs", "key"))
+
+
 @mark.parametrize("arguments, limit, says", [
     ("", "--minutes 1", "for a minute"), ("--minutes 10 -D N_LAYERS=2", "--minutes 10", "with --minutes 10 "),
     ("--steps=9", "--steps=9", "with --steps=9"), ("-D N_LAYERS=2", "--minutes 1", "for a minute")])
@@ -156,10 +161,10 @@ def test_what_cannot_begin_is_one_line(here):
     fails(process("hatch", cwd=here), 2, "hatch")
     fails(run("arch", EGG_HEAD_DIM="48"), 2, "HEAD_DIM = 48")
     fails(run("prepare 'no such text'"), 1, "no such text: No such file")
-    fails(run("worker localhost -D DEVICE=cuda --gpu 999"), 1)
-    fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
+    fails(run("worker localhost -D DEVICE=cuda --gpu 999"), 2)
+    fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 2, "input.bin is missing", "prepare TEXT")
     (here / "input.bin").write_bytes(bytes(64))
-    fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    fails(run("worker localhost -DVOCAB_SIZE=256"), 2, "input.bin holds 64 tokens, too few", "66 are needed")
     assert succeeds(run("worker localhost --list-devices -D DEVICE=cpu")) == "cpu\n"
 
 

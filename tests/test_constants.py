@@ -62,7 +62,8 @@ deggs | SOFT_TARGETS=0:2 | SOFT_TARGETS = 0:2: needs LOSS exact
 deggs | SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256 | contexts must be from 0 to 7
 deggs | SOFT_TARGETS=0:4 LOSS=exact | contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192
 deggs | HOST_MASK=50 HOST_GAUSSIAN=1 | HOST_MASK = 50: must be at most 42 with HOST_GAUSSIAN
-deggs | PERTURB=activations ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = activations
+deggs | PERTURB=units ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = units
+deggs | PERTURB=activations | PERTURB = activations: must be one of weights, units
 deggs | PORT=70000 | PORT = 70000: must be from 0 to 65535
 deggs | AUDIT_RATE=much | AUDIT_RATE: 'much' is not a number
 deggs | SIMD=mmx | SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable
@@ -74,11 +75,11 @@ nano-egg | GROUP_SIZE=48 | divide POPULATION_SIZE
 nano-egg | MODEL=lstm | transformer, gru
 nano-egg | HIDDEN_DIM=100 | multiple of 32
 nano-egg | MODEL=transformer | VALIDATE_WINDOW = 448: has no meaning
-laptop | OPTIMIZER=ztest | OPTIMIZER = ztest: must be adamw with PERTURB = activations
+laptop | OPTIMIZER=ztest | OPTIMIZER = ztest: must be adamw with PERTURB = units
 laptop | ADAPTIVE_NOISE_MODE=1 | ADAPTIVE_NOISE_MODE = 1: must be 0
-laptop | GROUP_SIZE=32 CHUNK_SIZE=16 | GROUP_SIZE = 32: must divide CHUNK_SIZE = 16
-laptop | CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2 | CHUNK_SIZE = 1048576: must be at most 4096 with
-best | CHUNK_SIZE=65536 POPULATION_SIZE=0 | CHUNK_SIZE = 65536: must be at most 16384 with
+laptop | GROUP_SIZE=4 | GROUP_SIZE = 4: must be 2 with PERTURB = units
+laptop | CHUNK_SIZE=1048576 POPULATION_SIZE=0 | CHUNK_SIZE = 1048576: must be at most 2048 with
+best | CHUNK_SIZE=65536 POPULATION_SIZE=0 | CHUNK_SIZE = 65536: must be at most 1024 with
 """                      # preset | definitions | what is said of them
 
 
@@ -90,12 +91,17 @@ def test_constants_that_cannot_be_are_named_in_one_line(line):
     assert defines.split("=")[0] in str(error.value)
 
 
-def test_the_fingerprint_covers_what_must_agree():
+def fingerprint(cfg):
+    """SHA-256 (hex) over the shared constants."""
+    return hashlib.sha256(json.dumps(cfg.shared(), sort_keys=True).encode()).hexdigest()
+
+
+def test_what_is_shared_is_what_must_agree():
     """And a saved run names the constants that determine it."""
     base = make()
     for name, constant in CONSTANTS.items():
         other = egg_config.Config(**{**base.constants(), name: "another value"})
-        assert (other.fingerprint() != base.fingerprint()) == (constant.agree != "local"), name
+        assert (other.shared() != base.shared()) == (constant.agree != "local"), name
         assert (name in history.difference(base.saved(), other.saved())) == (name in egg_config.DETERMINING), name
 
 
@@ -106,6 +112,20 @@ def test_a_saved_run_with_a_constant_that_is_gone_is_refused():
     for name, value in ("SIGMA_SCHEDULE", [[0, 5]]), ("SEEN_VOTES", 4), ("RARE_TOKENS", 0.1), ("TOKEN_MASK", 1):
         with refused(f"ckpt has {name}, which this program does not know: use the egg that made it", ConfigError):
             egg_config.load(environ={}, saved={**make().saved(), name: value}, run="ckpt")
+
+
+def test_constants_of_noise_on_activations_are_those_of_unit_trials():
+    """As many chunks and digits, whatever a group was; what somebody else may have written is refused."""
+    for chunk, group, windows in (256, 16, 16), (48, 16, 6), (8192, 16, 512), (16, 16, 2):
+        cfg = make(egg_config.renewed(dict(
+            make(**SMALL, PERTURB="units", ADAPTIVE_NOISE_MODE=0, LOSS="exact").saved(), PERTURB="activations",
+            GROUP_SIZE=group, CHUNK_SIZE=chunk, POPULATION_SIZE=3 * chunk, CREDIT=12, NOISE_UP=3, VERSION_OF_VOTES=3)))
+        assert (cfg.PERTURB, cfg.N_CHUNKS, cfg.CHUNK_SIZE, cfg.GROUP_SIZE) == ("units", 3, windows, 2)
+        assert "CREDIT" not in cfg.saved()
+    for wrong in dict(GROUP_SIZE=0), dict(CHUNK_SIZE="many"), dict(POPULATION_SIZE=[]), dict(CHUNK_SIZE=0):
+        with raises(ConfigError):
+            make(egg_config.renewed({"PERTURB": "activations", **wrong}))
+    assert egg_config.renewed({"NOISE_UP": 3, "N_LAYERS": 2}) == {"N_LAYERS": 2}        # of a run that does not use it
 
 
 # fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds
@@ -123,9 +143,9 @@ def test_fingerprints_and_saved_constants_are_those_of_84062b8():
     newer = {"deggs", "laptop", "laptop-bytes", "best", "best-bytes"}
     assert set(RECORDED) | newer == {None, *egg_config.PRESETS}
     assert configured("deggs").constants() == make().constants()
-    for preset, (fingerprint, saved) in RECORDED.items():
+    for preset, (shared, saved) in RECORDED.items():
         cfg = configured(preset)
-        assert cfg.fingerprint() == fingerprint, preset
+        assert fingerprint(cfg) == shared, preset
         assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
 
 
@@ -152,6 +172,8 @@ def edited(tmp_path, old, new):
 @mark.parametrize("old, new, message", [
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256, ", "HIDDEN_DIM = (256,): must be a whole number, without a comma"),
+    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
     ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
     ("\nSOFT_TARGETS = () ", "\nSOFT_TARGETS = 5 ", "SOFT_TARGETS = 5: must be pairs of a step and a context"),
     ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
@@ -169,8 +191,11 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
 
 @mark.parametrize("old, new, message", [
     ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
-     "MODEL: name 'transformer' is not defined: text needs quotes"),
+     "MODEL: name 'transformer' is not defined: text needs quotes, and == sets nothing"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS == 5 ",
+     "N_LAYERS: name 'N_LAYERS' is not defined: text needs quotes, and == sets nothing"),
+    ("\nPRESETS = {", "\nN_LAYERS == 5\nPRESETS = {", "N_LAYERS: == sets nothing: write ="),
     ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
      f"PORT: has no effect below PRESETS: set it in line {CONSTANTS['PORT'].line}")])
 def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
@@ -180,6 +205,35 @@ def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message
     done = process("arch", program="egg.py", cwd=tmp_path)
     line = text.partition(old)[0].count("\n") + 2
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
+
+
+def test_a_value_of_the_command_line_is_not_blamed_on_the_file(monkeypatch):
+    """Also where it is the default; and one of the file is, also where a preset is added."""
+    for given, said in (["CHUNK_SIZE=40960", "GROUP_SIZE=6"], "GROUP_SIZE = 6: "), (["HEAD_DIM=64", "HIDDEN_DIM=96"],
+                                                                                   "HIDDEN_DIM = 96: "):
+        with raises(ConfigError) as error:
+            configured(None, *given)
+        assert str(error.value).startswith(said)
+    monkeypatch.setitem(CONSTANTS, "HOST_MASK", CONSTANTS["HOST_MASK"]._replace(value=50))
+    with raises(ConfigError, match="^egg_config.py:[0-9]+: HOST_MASK = 50: must be at most 42"):
+        configured(None, "HOST_GAUSSIAN=1")
+    with raises(ConfigError, match="^HOST_MASK = 50: "):
+        configured(None, "HOST_GAUSSIAN=1", "HOST_MASK=50")
+
+
+def test_what_was_shipped_is_what_the_file_says():
+    """Of a constant that is new, or has another value, SHIPPED gets that, too."""
+    assert egg_config.edited() == [] and egg_config.SHIPPED.keys() == CONSTANTS.keys()
+    assert {**make().constants(), "POPULATION_SIZE": 0} == egg_config.SHIPPED
+
+
+def test_a_bad_value_is_told_before_what_a_run_has():
+    saved = make(**SMALL).saved()
+    for given, says in (("HIDDEN_DIM=100", "HIDDEN_DIM = 100: must be a multiple of 32"),
+                        ("N_LAYERS=65", "N_LAYERS = 65: must be from 1 to 64"),
+                        ("N_LAYERS=3", "ckpt holds a run of another configuration: -D N_LAYERS: N_LAYERS = 3")):
+        with raises(ConfigError, match=says):
+            egg_config.load(None, [given], {}, saved, "ckpt")
 
 
 def test_a_typo_in_a_preset_has_its_place(tmp_path):
@@ -193,10 +247,10 @@ def test_good_edits(tmp_path):
     """True and False are 1 and 0; a constant that is assigned again has its last value; what it means may be left
     out; a misspelt one is missed."""
     muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
-    assert muon.USE_MUON is not True and muon.fingerprint() == make(USE_MUON=1).fingerprint()
+    assert muon.USE_MUON is not True and muon.shared() == make(USE_MUON=1).shared()
     wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {")
-    assert wide.make().fingerprint() == make(HIDDEN_DIM=512).fingerprint()
-    assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().fingerprint() == make().fingerprint()
+    assert wide.make().shared() == make(HIDDEN_DIM=512).shared()
+    assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().shared() == make().shared()
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
     with raises(misspelt.ConfigError, match="the constant N_LAYERS is missing"):
         misspelt.make().N_LAYERS

@@ -18,7 +18,7 @@ import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (named, Peer, Server, cluster, asks, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)
-from fakes import UNITS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, changed, expected, full
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, SECRET, UNITS, changed, expected, full
 from commands import process, train_here
 
 
@@ -101,7 +101,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     assert not [*tmp_path.glob("snapshot*")]
 
 
-@mark.parametrize("cfg", [CHAOS, UNITS.changed(**OFTEN)], ids=["weights", "activations"])
+@mark.parametrize("cfg", [CHAOS, UNITS.changed(**OFTEN)], ids=["weights", "units"])
 def test_chaos_changes_no_bit(tmp_path, cfg):
     steps, kills = chaos(tmp_path, 1, steps=25, kills=5, cfg=cfg)
     assert steps >= 25 and kills >= 5

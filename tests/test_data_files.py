@@ -3,10 +3,13 @@
 import bz2
 import functools
 import gzip
+import io
 import json
 import lzma
 import math
 import re
+import tarfile
+import time
 
 import numpy as np
 from numpy import uint32, int32, uint8
@@ -19,6 +22,7 @@ from model.data_files import DataError, Decoding, load_decoding, open_tokens, op
 from commands import TEXT
 from coordinators import refused
 from recordings import HERE, write_decoding
+from tools import train
 
 BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
 BYTES = BASE.changed(VOCAB_SIZE=256)
@@ -90,6 +94,12 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
     assert open_tokens(BYTES, write_tokens(tmp_path / "bytes", bytearray(64), "u1")).tobytes() == bytes(64)
 
 
+def packed_together():
+    with tarfile.open(fileobj=(made := io.BytesIO()), mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("text"), io.BytesIO())
+    return made.getvalue()
+
+
 @mark.parametrize("words, data", {
     "tokens (uint16": np.random.default_rng(1).integers(0, 65, 9000).astype("<u2").tobytes(),
     "holds tokens (uint16": np.random.default_rng(1).exponential(4000, 9000).astype("<u2").tobytes(),
@@ -97,6 +107,10 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
     "UTF-32 text": ("the king said " * 9).encode("utf-32-le"), "holds UTF-32 text": "the king".encode("utf-32"),
     "a zip archive": b"PK\3\4" + bytes(range(99)), "a PDF": b"%PDF-1.7 " * 9, "a parquet file": b"PAR1" * 30,
     "a .npy array": b"\x93NUMPY\1\0v" + bytes(range(99)), "gzip": gzip.compress(TEXT), "lzma": lzma.compress(TEXT),
+    "tokens (int64)": np.random.default_rng(1).integers(0, 9000, 99).astype("<i8").tobytes(),
+    "tokens (int64, big-endian)": np.random.default_rng(1).integers(0, 9000, 99).astype(">i8").tobytes(),
+    "tokens (uint32, big-endian)": np.random.default_rng(1).integers(0, 9000, 99).astype(">u4").tobytes(),
+    "a tar archive": packed_together(), "a 7z archive": b"7z\xbc\xaf\x27\x1c" + bytes(range(99)),
     "tokens of llm.c": np.r_[20240520, 1, 9000, np.zeros(253)].astype("<u4").tobytes() + bytes(range(200)),
 }.items())
 def test_a_foreign_format_is_named(tmp_path, words, data):
@@ -119,12 +133,17 @@ def test_packed_texts_and_json_lines_are_read(tmp_path):
     lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in ("Caf\u00e9", "two\nlines")).encode()
     for name, data, text in (("a", gzip.compress(TEXT), TEXT), ("b.xz", lzma.compress(TEXT), TEXT),
                              ("c.bz2", bz2.compress(TEXT), TEXT), ("d", pyzstd.compress(TEXT), TEXT),
-                             ("e.jsonl", lines, "Caf\u00e9\ntwo\nlines".encode()),
+                             ("e.jsonl", lines.replace(b"\n", b"\r\n \n"), "Caf\u00e9\ntwo\nlines".encode()),
+                             ("twice.gz", gzip.compress(bz2.compress(TEXT)), TEXT),
                              ("f.jsonl.gz", gzip.compress(lines), "Caf\u00e9\ntwo\nlines".encode())):
         (tmp_path / name).write_bytes(data)
         assert data_files.read_text(str(tmp_path / name)) == text
     for name, data, words in (("g", gzip.compress(TEXT)[:-9], "no whole gzip file"),
-                              ("h.jsonl", lines + b'{"txt": 1}', "line 3 is no JSON object with a text")):
+                              ("h.jsonl", lines + b'{"txt": 1}', "line 3 is no JSON object with a text"),
+                              ("i.jsonl", b'\n{"text": null}\n' + lines, "line 2 is no JSON object with a text"),
+                              ("j.jsonl", lines + b'\n"a"\n' + lines, "line 4 is no JSON object with a text"),
+                              ("k.jsonl", b"\n{" + lines, "k.jsonl:2: Expecting property name .*: every line is to be"),
+                              ("l.tar.gz", gzip.compress(packed_together()), "a tar archive, not bytes")):
         (tmp_path / name).write_bytes(data)
         with refused(words, DataError):
             data_files.read_text(str(tmp_path / name))
@@ -154,6 +173,58 @@ def test_damaged_decoding(tmp_path, content):
     path.write_bytes(content)
     with refused(f"{path}.* is damaged", DataError):
         load_decoding(BASE.changed(DECODING_FILE=str(path)))
+
+
+@mark.parametrize("name, content", {
+    "a tokenizer.json": b'{\n  "version": "1.0", "model": {}}', "tiktoken": b"IQ== 0\nIg== 1\n" * 9,
+    "a merges.txt": b"#version: 0.2\n\xc4\xa0 t\n", "sentencepiece": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02",
+}.items())
+def test_vocabularies_of_others_are_named(tmp_path, name, content):
+    (tmp_path / "d").write_bytes(content)
+    with refused(f"d is .*{name}, which egg does not read: make .* with `python egg.py prepare TEXT`", DataError):
+        load_decoding(BASE.changed(DECODING_FILE=str(tmp_path / "d")))
+
+
+def test_a_larger_vocabulary_than_that_of_the_model_is_refused(tmp_path):
+    path = write_decoding(tmp_path / "d", [b"x"] * 301)
+    with refused("d has 301 tokens, the model 300: give the decoding.bin of its data", DataError):
+        load_decoding(BASE.changed(DECODING_FILE=path))
+    cfg = BASE.changed(DECODING_FILE=path, VOCAB_SIZE=400, INPUT_FILE=write_tokens(tmp_path / "t", [*range(300), 301]))
+    assert len(load_decoding(cfg)) == 301
+    with refused("t holds token 301, but .*d only has 301: the files of one", DataError):
+        train.open_data(cfg)
+
+
+def merged_slowly(pieces, word):
+    """[bytes]: how the rule of SPEC 10 divides a word: all of the lowest pair, from the left, again and again."""
+    parts = [word[at:at + 1] for at in range(len(word))]
+    while pairs := [pieces.index(a + b) for a, b in zip(parts, parts[1:]) if a + b in pieces]:
+        merged = []
+        for part in parts:
+            if merged and merged[-1][1] and merged[-1][0] + part == pieces[min(pairs)]:
+                merged[-1] = merged[-1][0] + part, False
+            else:
+                merged.append((part, True))
+        parts = [part for part, _ in merged]
+    return parts
+
+
+def test_long_words_are_encoded_as_the_rule_says_in_time_that_grows_with_them():
+    rng = np.random.default_rng(4)
+    for letters in (b"ab", b"abc") * 100:
+        words = [bytes(rng.choice(list(letters), size)) for size in rng.integers(1, 6, 20)]
+        pieces = [*dict.fromkeys([bytes([b]) for b in range(256)] + words)]
+        word = bytes(rng.choice(list(letters), 40))
+        assert [pieces[token] for token in Decoding(pieces).encode(word)] == merged_slowly(pieces, word)
+    shipped, started = Decoding.read(HERE / "decoding.bin"), time.process_time()
+    text = "".join(map(chr, rng.integers(0x4e00, 0x5fff, 50_000)))
+    assert shipped.decode(shipped.encode(text.encode())).decode() == text and time.process_time() - started < 5
+
+
+def test_the_end_of_a_text_is_one_token():
+    pieces = [*(bytes([b]) for b in range(256)), b"<|", b"en", data_files.END]
+    assert Decoding(pieces).encode(b"en<|endoftext|>en<|en").tolist() == [257, 258, 257, 256, 257]
+    assert Decoding(pieces[:-1]).encode(data_files.END).size == 11, "a vocabulary without it"
 
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 import egg
 import egg_config
-from cluster import wire
+from cluster import admission, auth, dispatch, event_log, hub, link, status, wire
 from commands import run
 from recordings import HERE, python
 from model import steps
@@ -47,6 +47,21 @@ def test_the_readme_is_short_and_shows_the_way():
     text = README.read_text()
     assert len(text.encode()) <= PAGE_BYTES and (HERE / "docs" / "BENCHMARKS.md").stat().st_size <= PAGE_BYTES
     assert not [words for words in MENTIONED if words not in text]
+
+
+def test_limits_are_those_of_the_program():
+    security, protocol = document("SECURITY"), document("PROTOCOL")
+    for text, words in (
+            (security, f"{hub.Connection.PIECE >> 10} KiB of a peer"), (security, f"{admission.ARRIVALS} strangers"),
+            (security, f"A stranger has {auth.HANDSHAKE_SECONDS:g} s"),
+            (security, f"first {dispatch.PROBATION} chunks"),
+            (security, f"limited to {event_log.OF_PEERS[0]:g} a second"), (protocol, f"first\n{status.WORKERS:,}:"),
+            (protocol, f"more than {admission.FRAME_SECONDS:g} s to complete a frame"),
+            (protocol, "for 60 s takes nothing"),
+            (protocol, f"the last {status.BANS}:"), (protocol, f"HEARTBEAT every {link.HEARTBEAT_EVERY:g} s"),
+            (protocol, f"IDLE_TIMEOUT ({egg_config.IDLE_TIMEOUT:g} s)"),
+            (protocol, f"at most {wire.REWARD.most >> 10} KiB"), (protocol, f"at most {wire.STATUS.most >> 20} MiB")):
+        assert words in text, words
 
 
 def numbers(text):

@@ -137,7 +137,7 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
     (dict(patience=2), 4, "by --patience 2: no validation was better than that of step 2"),
     (dict(patience=3), None, ""), (dict(target=1.9, patience=4), None, "")])
 def test_a_good_validation_or_many_without_a_better_one_end_a_run(limits, ends, why):
-    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0))
+    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
     progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=lambda _: None))
     vars(progress).update(limits)
     for run.step, figure in enumerate([4.0, 3.0, 2.0, 2.05, 2.0, 1.99]):
@@ -162,7 +162,7 @@ def test_a_validation_that_cannot_be_right_is_refused(server, told):
 # --- events and logs --------------------------------------------------------------------------------------------------
 
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
-          "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
+          "validation": {"step", "tokens", "value", "unit", "of"}, "sample": {"worker", "step", "prompt", "text"},
           "step": A_STEP.keys(),
           "snapshot": {"step", "bytes"}, "left": {"worker", "address", "device", "step"}}
 

@@ -179,7 +179,7 @@ def good_directory(tmp_path_factory):
             run.append(GOOD_STEP, 5, 0)
             state.step = step
             snapshots.save(CFG, state, at)
-        run.keep_data(b"d" * 32)
+        run.keep("data", b"d" * 32)
     snapshot = (at / "snapshot-00000002.egg").read_bytes()
     for path in [at / name for name in NAMES]:
         if not path.exists():

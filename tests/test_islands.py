@@ -16,7 +16,7 @@ from islands.gossip import Elites
 from model import parameters, steps
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
-from fakes import UNITS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
+from fakes import CFG, FakeEngine, FakeObjective, REWARDED, SECRET, UNITS, VALIDATION, full
 from commands import run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
@@ -253,7 +253,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
         assert snapshots.Shelf(b.cfg, moved).newest >= start.step
 
 
-def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_path):
+def test_islands_with_unit_trials_forget_the_beginning_of_an_epoch(tmp_path):
     """It begins with a snapshot then; a late worker, a restart and a replay lead to the same state."""
     cfg = UNITS.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0)
     with two(tmp_path, ours=GIVES, cfg=cfg) as (a, b):

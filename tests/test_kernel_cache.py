@@ -114,6 +114,8 @@ def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, 
     for mode in 0o777, 0o750, 0o755, 0o500:
         good.chmod(mode)
         assert refused()
+    good.chmod(0o2700)
+    assert used() == good, "it inherits set-group-id"
     good.chmod(0o700)
     with mock.patch("os.getuid", lambda: os.geteuid() + 1):
         assert refused()
@@ -176,7 +178,7 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
     assert run("portable")[0] == "compiled"
 
 
-def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
+def test_a_new_process_compiles_what_a_gpu_runs(tmp_path):
     """Without a GPU: to the machine code of the card."""
     from engine import cuda_engine
     made = {tmp_path / k.name: k for k in kernels_for(configured())[2]["step"] if k.name in ("rescale", "cut_windows")}

@@ -126,6 +126,17 @@ def test_only_this_machine_is_served_by_its_own_names(server):
         assert ask(server, host=host)[0] == 200, host
 
 
+def test_a_proxy_may_have_a_prefix_and_with_insecure_a_name_of_its_own(tmp_path):
+    """As JupyterHub: the page asks for what lies beside it."""
+    assert 'fetch(new URL("state.json", location.origin + location.pathname)' in HTML
+    page = live_page.where(("", 0), auth.Access(insecure=True))
+    with Server(tmp_path, http=page) as server:
+        for path, kind in ("/user/me/8080/", "text/html"), ("/?a=/b", "text/html"), ("/x/metrics?y", "text/plain"):
+            until(lambda: ask(server, path, host="hub.example")[0] == 200)
+            assert ask(server, path, host="hub.example")[1]["content-type"].startswith(kind)
+        assert ask(server, "/user/metrics/nothing")[0] == 404
+
+
 def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
     with Server(tmp_path, http=EVERYBODY._replace(password=PASSWORD)) as server:
         for path in ("/", "/state.json", "/metrics", "/nothing"):
@@ -158,10 +169,10 @@ def test_where_the_page_may_be_served():
         return live_page.where((host, 80), auth.Access(*access))
 
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert served("127.0.0.1") == served("") == ("127.0.0.1", 80, "", None)
+    assert served("127.0.0.1") == served("") == ("127.0.0.1", 80, "", None, False)
     # no TLS on the way to oneself
-    assert served("localhost", SECRET, tls) == ("localhost", 80, PASSWORD, None)
-    assert served("10.0.0.1", SECRET, tls) == ("10.0.0.1", 80, PASSWORD, tls)
+    assert served("localhost", SECRET, tls) == ("localhost", 80, PASSWORD, None, False)
+    assert served("10.0.0.1", SECRET, tls) == ("10.0.0.1", 80, PASSWORD, tls, False)
     assert served("0.0.0.0", b"", None, True).password == ""
     for access in ((), (SECRET,), (b"", tls)):
         with refused("would show the run, or the password, to anybody", auth.AuthError):

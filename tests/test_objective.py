@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,25 +18,27 @@ import pytest
 import egg
 import egg_config
 from cluster import history
-from cluster.console import rewards_text
+from cluster import wire
+from cluster.console import Console, STOPPING, rewards_text
 from cluster.status import Progress, describe_status
 from cluster.wire import FrameError
-from coordinators import Server, refused, until
+from coordinators import Server, refused, run_worker, until
 from engine import cpu_engine
-from fakes import FakeEngine, FakeObjective, REWARDED, VALIDATION, changed
+from fakes import FakeEngine, FakeObjective, Lines, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import activations, data_files
+from model import data_files, rewards
 from readings import equal
 from tools import objective, train
+from tools.curves import read_curve
 from commands import succeeds
 import commands
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 HERE = egg_config.ROOT
 CFG = egg_config.make(
-    MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
-    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, PERTURB="activations", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+    MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=8, POPULATION_SIZE=16,
+    ADAPTIVE_NOISE_MODE=0, PERTURB="units", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
     OBJECTIVE="x", OBJECTIVE_TEXTS=4, OBJECTIVE_SECONDS=60.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
@@ -73,13 +76,13 @@ def judged(tmp_path, monkeypatch):
 def test_a_chunk_votes_from_the_data_or_from_texts(judged):
     cfg = CFG.changed(TEXT_SHARE=0.5)
     own, engine = judged(LETTERS, cfg), new_engine(cfg)
-    text, other = sorted(range(2), key=lambda chunk: not activations.is_text(cfg, 0, chunk))
-    digits, loss = engine.evaluate(16 * text, 16)
-    assert activations.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
-    assert not activations.is_text(cfg, 0, other)
-    packed, loss = own.chunk(engine, 16 * other, go_on)
+    text, other = sorted(range(2), key=lambda chunk: not rewards.is_text(cfg, 0, chunk))
+    digits, loss = engine.evaluate(8 * text, 8)
+    assert rewards.is_text(cfg, 0, text) and own.chunk(engine, 8 * text, go_on) == (digits, 2 * loss)
+    assert not rewards.is_text(cfg, 0, other)
+    packed, loss = own.chunk(engine, 8 * other, go_on)
     sequences, written, earned = own.texts(engine, 8 * other, go_on)
-    windows = activations.text_windows(sequences, written, activations.advantages(cfg, earned))
+    windows = rewards.text_windows(sequences, written, rewards.advantages(cfg, earned))
     assert loss == 0 and any(packed) and packed == engine.vote(8 * other, *windows, 1.0)
     begun = [tuple(tokens[:16]) for tokens in sequences]
     assert len(set(begun[:4])) == len(set(begun[4:])) == 1 < len({tuple(tokens) for tokens in sequences[:4]})
@@ -132,7 +135,11 @@ STOP = "."
     "    def __call__(self, completions):\n        return [len(text) for text in completions]\njudge = Judge()\n",
     "from helpers import longer, shorter\nWEIGHTS = {'longer': 2, 'shorter': 1.0}\n",
     "def a(completions):\n    return [3 * len(text) for text in completions]\n"
-    "async def b(completions):\n    return [-4 * len(text) for text in completions]\nWEIGHTS = [1, 0.5]\n"])
+    "async def b(completions):\n    return [-4 * len(text) for text in completions]\nWEIGHTS = [1, 0.5]\n",
+    "from helpers import longer, shorter\ndef twice(completions):\n    return [2 * len(text) for text in completions]\n"
+    "reward_funcs = [twice, shorter]\n",
+    "from helpers import longer\ndef b(completions):\n    return [2] * len(completions)\n"
+    "reward_funcs, WEIGHTS = [b, longer], [0, 1]\n"])
 def test_what_judges_is_reward_or_the_only_function_that_takes_completions_or_those_of_weights(judged, tmp_path, text):
     (tmp_path / "helpers.py").write_text("""
 def longer(completions):
@@ -161,8 +168,44 @@ def short(completions):
                        "distinct_texts": 4, "distinct_words": 4, "prompts_differ": 0.5}
     own = judged("def reward(completions):\n    return [None] * len(completions)\n", cfg, "none.py")
     packed, _ = own.chunk(new_engine(cfg), 0, go_on)
-    assert not any(packed) and own.measured(new_engine())[:2] == (256, 0.0)
+    assert not any(packed) and own.measured(new_engine())[:2] == (256, None)
     assert own.sample(new_engine(), 0).endswith(" (not judged)")
+    assert rewards_text(256, None, {}).startswith("none judged of 256 texts")
+    assert "mean" not in own.measured(new_engine())[2]["numbers"]
+
+
+def test_each_function_gets_lists_of_its_own(judged):
+    """It may empty them, and what is in them."""
+    own = judged("""
+TOKENS = 6
+WEIGHTS = {"first": 1, "second": 100}
+def first(completions, completion_ids, **columns):
+    [ids.clear() for ids in completion_ids]
+    return [len(completions.pop(0)) for _ in [*completions]]
+def second(completions, completion_ids):
+    return [len(text) if ids else 0 for text, ids in zip(completions, completion_ids)]
+""")
+    texts, earned = own.judged(new_engine(), own.held_out)
+    assert earned == [101 * len(text) for text in texts["completions"]] and sum(earned) > 0
+
+
+@pytest.mark.parametrize("name", ["model", "tools"])
+def test_a_file_may_lie_beside_modules_with_the_names_of_our_folders(judged, tmp_path, name):
+    """Also where it is one of them, and imports them late, or in a process of its own."""
+    (tmp_path / "engine.py").write_text("def worth(text):\n    return float(len(text))\n")
+    own = judged("""
+import multiprocessing
+import engine
+TOKENS = 6
+pools = []
+def reward(completions):
+    from engine import worth
+    pools.append(pools[0] if pools else multiprocessing.get_context("spawn").Pool(1))
+    return [worth(text) + 1 for text in pools[0].map(str, completions)] if pools[0].map(engine.worth, "a") else None
+""", name=f"{name}.py")
+    assert (rewards_of(own) > 0).all()
+    from engine import hardware
+    assert vars(sys.modules[name])["__path__"] == [os.path.join(HERE, name)] and hardware.cores
 
 
 def test_a_function_gets_what_trl_gives(judged):
@@ -352,6 +395,8 @@ NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       
     ("def reward(completions):\n    return [10 ** 400] * len(completions)\n", "000.*, which is no list of numbers"),
     ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
      "WEIGHTS = [1, 1]\n", "own.py:4: b raised ValueError: no"),
+    ("def reward(completions):\n    return [len(completion[0]['content']) for completion in completions]\n",
+     "own.py:2: reward raised .*Error: .*: completions are texts here, not lists of messages"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "own.py:4: reward raised Odd"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
@@ -407,6 +452,103 @@ def reply(texts):
     own.try_out()
     assert (own.settings.temp, own.measuring.temp) == (0.5, 0)
     assert own.write == 2 and rewards_of(own).all() and os.getcwd() == str(tmp_path)
+
+
+def answers_of(own, *texts):
+    return own.judge.answers({"prompts": ["x"] * len(texts), "completions": list(texts)})
+
+
+def test_a_judge_has_the_signals_of_any_process_although_its_worker_ignores_them(judged):
+    """Else a pool, which ends its processes by SIGTERM, waits for ever."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        own = judged("""
+import multiprocessing, signal, subprocess
+def reward(completions):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    child = subprocess.Popen(["sleep", "600"])
+    child.terminate()
+    assert child.wait() == -signal.SIGTERM
+    with multiprocessing.Pool(2) as pool:
+        return pool.map(len, completions)
+""", CFG.changed(OBJECTIVE_SECONDS=20.0))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert answers_of(own, "a", "bc") == [1.0, 2.0]
+
+
+def test_a_function_that_fails_now_and_then_is_asked_again(judged):
+    own = judged("""
+calls = 0
+def reward(completions, log_extra):
+    global calls
+    calls += 1
+    if calls % 3 == 1:
+        raise OSError("the server is busy")
+    log_extra("call", [calls] * len(completions))
+    return [None if text == "late" and calls % 3 else len(text) for text in completions]
+""")
+    for at in 0, 3:
+        assert answers_of(own, "a", "late", "bc") == [1.0, 4.0, 2.0]
+        assert own.judge.columns == {"call": [at + 2.0] * 3}
+
+
+def test_functions_that_wait_run_together(judged):
+    own = judged("""
+import asyncio
+gate = asyncio.Barrier(2)
+async def a(completions):
+    await gate.wait()
+    return [1] * len(completions)
+async def b(completions):
+    await gate.wait()
+    return [2] * len(completions)
+WEIGHTS = [1, 10]
+""")
+    assert answers_of(own, "a", "bc") == [21.0, 21.0]
+
+
+def test_what_a_file_imports_and_reads_is_known(judged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_it.py").write_text("ONE = 1\n")
+    (tmp_path / "words.txt").write_text("a b")
+    text = ("import beside_it, json, numpy\nopen('words.txt').read()\nopen('/etc/hosts').close()\n"
+            "open('log.txt', 'w').write('it begins')\n" + LETTERS)
+    first = judged(text).files
+    assert {*first} == {"beside_it.py", "words.txt", "own.py"}
+    (tmp_path / "words.txt").write_text("a c")
+    del sys.modules["beside_it"]                     # now it is in __pycache__
+    again = judged(text).files
+    assert again["beside_it.py"] == first["beside_it.py"] and again["words.txt"] != first["words.txt"]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_reward_with_other_rows_is_shown_where_rows_matter(judged, reads):
+    own = judged(f"""
+DATA = [{{"prompt": "the king", "k": k}} for k in range(20)]
+TOKENS = 6
+def reward(completions, k):
+    return k if {reads} else [1] * len(k)
+""")
+    count, mean, shown = own.measured(new_engine())
+    assert shown["numbers"].get("with_other_rows") == (mean if reads else None)
+    assert 0 < shown["numbers"]["words_a_text"] <= 6 and 0 <= shown["numbers"]["letters_a_text"] <= 6
+
+
+def test_what_a_file_logs_fits_a_frame_whatever_it_holds(judged):
+    """Control characters take six bytes in JSON, other ones up to four."""
+    own = judged(r"""
+DATA, TOKENS = [{"prompt": "\0" * 200}, {"prompt": "\U0001f600" * 200}], 6
+def reward(completions, log_extra):
+    for number in range(20):
+        log_extra(f"{number}" + "\0\x1b" * 40, ["\0\ud800\U0001f600" * 99] * len(completions))
+    return [len(text) for text in completions]
+""", CFG)
+    *mean, shown = own.measured(new_engine())
+    told = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace")
+    assert len(told) < wire.REWARD.most and b"\\u" not in told
+    assert Progress(FAKE, SimpleNamespace(step=0), None).check_reward(*mean, told)
 
 
 LEFT = """
@@ -557,6 +699,34 @@ def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
     assert os.readlink(tmp_path / "best.egg") == "snapshot-00000011-reward-0.000000.egg"            # the end counts
 
 
+def test_a_reward_that_is_earned_by_less_is_told(tmp_path):
+    """By ever shorter texts, and whatever the prompt."""
+    told = []
+    progress = Progress(FAKE, SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b""),
+                        SimpleNamespace(emit=lambda *_, **more: None, warn=told.append))
+    for step, words, reward, others in (0, 47, 0.1, 0.1), (2, 30, 0.4, 0.1), (4, 20, 0.8, 0.75), (6, 4, 0.9, 0.9):
+        progress.run.step = step
+        progress.rewarded(step, 4, reward, {"news": "", "numbers": {"words_a_text": words, "with_other_rows": others}})
+    assert told == [
+        "step 4: texts have become short, 20 words a text after 47: if that is too much, begin again with a reward "
+        "that such texts do not earn (docs/OBJECTIVES.md)",
+        "step 4: the texts earn as much with the prompts and columns of other rows, 0.7500 of 0.8000: if that is too "
+        "much, begin again with a reward for which the prompt matters (docs/OBJECTIVES.md)"]
+
+
+def test_a_step_without_text_has_no_loss(tmp_path):
+    cfg = FAKE.changed(TEXT_SHARE=0.0)
+    with Server(tmp_path, cfg, save=True, steps=3, stay=True) as server:
+        server.work(FakeEngine(cfg, 0.003), objective=Scripted())
+        server.reaches(3)
+    assert [event["loss"] for event in of_kind("step", events(tmp_path))] == [None] * 3
+    assert not read_curve(tmp_path).loss
+    console = Console(Lines())
+    for event in events(tmp_path):
+        console.emit(event, None)
+    assert "step 2" in console.stream.text and "loss" not in console.stream.text
+
+
 class Collapsing(FakeObjective):
     def measured(self, engine):
         words = 100 - 5 * engine.step
@@ -570,8 +740,7 @@ class Collapsing(FakeObjective):
 def test_what_goes_wrong_is_said_in_words(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=14, stay=True, http=EVERYBODY) as server:
         server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Collapsing())
-        page_shows(server, 12)
-        server.reaches(14)
+        page_shows(server, 13)
         state, lines = state_of(server), server.said
         metrics = parse_metrics(ask(server, "/metrics")[2].decode())
     assert lines.count("variety has halved, 50 distinct words after 100: if that is too much, begin again with") == 1
@@ -618,10 +787,22 @@ def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tm
             server.work(new_engine(cfg), tokens=TOKENS, objective=judge)
         server.says("; is reward() a function of its input alone? look for sets, clocks "
                     "and random")
+        until(lambda: len(server.dispatcher._probation) == 2)
+        assert "has erred" not in server.said        # whose judge alone differs may have computed well
+
+
+def test_the_coordinator_is_told_why_a_worker_ends(judged, tmp_path):
+    cfg = CFG.changed(TEXT_SHARE=0.0)
+    own = judged("def reward(completions):\n    raise ValueError('no such thing')\n", cfg)
+    with Server(tmp_path, cfg) as server:
+        with refused("reward raised ValueError", objective.ObjectiveError):
+            run_worker(server, new_engine(cfg), retry=True, tokens=TOKENS, objective=own)
+        server.says("it ends: ")
+        server.says("own.py:2: reward raised ValueError: no such thing")
 
 
 def test_another_objective_is_named_as_a_difference():
-    ours, none = CFG.agreed(), CFG.changed(OBJECTIVE="").agreed()
+    ours, none = CFG.saved(), CFG.changed(OBJECTIVE="").saved()
     assert history.difference(none, ours).startswith("OBJECTIVE = unset there, ")
     assert history.difference(ours, none).endswith(" there, unset here")
 
@@ -654,7 +835,7 @@ def run(place, here):
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     old = tmp_path / "ckpt" / "history.egg"
     before = old.read_bytes()
-    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
+    small = "-D CHUNK_SIZE=8 -D POPULATION_SIZE=16 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
     said = run(f"train --objective own.py --load-dir ckpt --save-dir new --steps 3 {small}")
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert old.read_bytes() == before
@@ -682,7 +863,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
 
 def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
     (tmp_path / "val.bin").unlink()
-    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
+    small = "-D CHUNK_SIZE=8 -D POPULATION_SIZE=16 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
     (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
@@ -698,7 +879,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
         return {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
 
     before = kept()
-    small = "--objective own.py --load-dir ckpt -D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
+    small = "--objective own.py --load-dir ckpt -D CHUNK_SIZE=8 -D POPULATION_SIZE=16"
     said = run(f"train {small} --steps 2")
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
@@ -714,9 +895,9 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     assert "own.py:2: reward raised ValueError: no such thing" in said and "Traceback" not in said
     assert not (tmp_path / "new").exists()
     for name, why in ("no.py", "No such file or directory"), (".", "Is a directory"):
-        said = run(f"train --objective {name} --save-dir x", status=1)
+        said = run(f"train --objective {name} --save-dir x", status=2)
         assert f"egg: {name}: {why}: give --objective the path" in said
-    assert "give --objective the path" in run("train --objective '' --steps 1", status=1)
+    assert "give --objective the path" in run("train --objective '' --steps 1", status=2)
     for more in "own.txt", "--tokens 5":
         said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)
         assert "leave FILE and --tokens out" in said

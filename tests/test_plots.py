@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import re
+from unittest import mock
 
 from pytest import approx, mark, raises
 
@@ -14,11 +15,11 @@ from cluster.status import WORKERS, describe_status
 from tools import curves
 from tools.curves import read_curve
 from coordinators import Server
-from fakes import FakeEngine, Lines
+from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import drawn, events, example, of_kind, write
-from commands import fails, run, train_here
+from commands import fails, run, succeeds, train_here
 
 
 WAYS = [*itertools.product(("tokens", "time", "steps"), (False, True))]         # of `plot`: its --x and --log
@@ -117,6 +118,30 @@ def test_pictures(here):
     for out, line in (("no/a.png", "--out no/a.png: No such file or directory"),
                       ("x", "--out x: name a file that ends with .png, .svg or .pdf")):
         fails(run("plot one --out", out), 1, line)
+
+
+def test_the_mark_to_beat_is_drawn_wherever_the_curve_is(here):
+    example("a")
+    write("a", {"event": "references", "values": {"uniform": 900.0, "bigram": 3.5}})
+    axes, marked = mock.Mock(), []
+    axes.get_ylim.return_value, axes.text = (8, 9), lambda x, y, words, **_: marked.append(words)
+    curves.add_references(axes, {("uniform", 900.0), ("bigram", 3.5)})
+    assert marked == [" table of pairs\n (bigram) 3.50"]
+    assert 'the mark to beat, a table of pairs ("bigram"): 3.5' in drawn("a")
+
+
+def test_runs_are_listed_with_the_steps_that_they_have(here):
+    """Also where an import has no log of them; what is cut is marked; and `plot` takes the newest."""
+    fails(run("runs"), 1, "there is no saved run here (ckpt*)", "or give its directory")
+    fails(run("plot"), 1, "there is no saved run here (ckpt*)")
+    schedule = tuple((step, 0.5) for step in range(20))
+    history.open_directory(CFG, "ckpt", history.Start(7, 1, "00" * 32)).close()
+    history.open_directory(CFG.changed(LR_SCHEDULE=schedule), "ckpt-2").close()
+    head, first, second = succeeds(run("runs")).splitlines()
+    assert first.split()[:2] == ["ckpt", "7"] and second.split()[:2] == ["ckpt-2", "0"] and second.endswith("...")
+    assert "LR_SCHEDULE=0:0.5,1:0.5" in second
+    example("ckpt/events.jsonl")
+    assert succeeds(run("plot")) == succeeds(run("plot ckpt"))
 
 
 def test_units_and_references_that_hold_for_every_run(here, monkeypatch):

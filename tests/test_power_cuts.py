@@ -17,7 +17,7 @@ from model.parameters import initial_state
 from model.parameters import digest_of
 from tools import use
 from coordinators import Server, filled, until
-from fakes import UNITS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
+from fakes import FakeEngine, FakeObjective, REWARDED, UNITS, VALIDATION, changed, step_alone
 
 # Names and contents that were synced, changes of names since, one by one, and what was promised by then: `step`,
 # which a worker has seen; of the snapshots of `epoch` the steps that are `listed`, the `best`, and its `figure`
@@ -190,7 +190,7 @@ class Paid(FakeEngine, FakeObjective):
 
 
 OFTEN = dict(SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=0)
-KINDS = {"weights": changed(**OFTEN), "activations": UNITS.changed(**OFTEN),
+KINDS = {"weights": changed(**OFTEN), "units": UNITS.changed(**OFTEN),
          "objective": changed(**REWARDED, **OFTEN)}
 
 
@@ -225,7 +225,7 @@ class Epoch(egg_net.Hook):
             self.coordinator.begin_epoch(self.begun, {"epoch": 1, "digest": digest_of(self.begun).hex()})
 
 
-@mark.parametrize("kind", ["weights", "activations"])
+@mark.parametrize("kind", ["weights", "units"])
 def test_an_epoch_of_an_island_and_the_one_before(disk, tmp_path, kind):
     cfg, island = KINDS[kind], Epoch()
     with Watched(disk, cfg, stay=True, island=island) as server:

@@ -1,5 +1,6 @@
 """`prepare`: own text becomes data files, and the next command trains on them."""
 
+import filecmp
 import itertools
 import os
 import pathlib
@@ -53,6 +54,15 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         args = egg.parsed(["train", *prepare.training_on("x", gpu, size, plain, MANY)])
         assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
         configured(preset, *args.defines)
+
+
+def test_prompts_and_answers_get_settings_with_which_they_are_learnt(here):
+    """As for examples/sort.py: a window of a few lines, soft targets that follow all of a prompt; plain bytes."""
+    (here / "t.txt").write_text("".join(f"{k * 7919 % 1000:03}>{k * 7919 % 1000:03}.\n" for k in range(30000)))
+    told = succeeds(run("prepare t.txt --out mine"))
+    assert "each line is a prompt and its answer" in told
+    assert "--preset laptop-bytes -D DETOKENIZE=0 -D SEQ_LEN=16 -D SOFT_TARGETS=0:7 -D INPUT_FILE=" in told
+    assert prepare.longest_answer(TEXT) == prepare.longest_answer(b"a>b") == 0
 
 
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
@@ -110,15 +120,22 @@ def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled
     line = f"train --preset laptop -D VOCAB_SIZE={max(size, 300)} --steps 1 --save-dir ckpt -D SOFT_TARGETS="
     for files in "aab", "aba", "baa":
         names = [f"-D{name}={at}/{file}" for (name, file), at in zip(prepare.FILES.items(), files)]
-        fails(run(line, *names), 1, "was made with another vocabulary than ", "the three files of one `python egg.py")
+        fails(run(line, *names), 2, "was made with another vocabulary than ", "the three files of one `python egg.py")
     succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
     ask = "generate --load-dir ckpt --prompt the --tokens 3"
     succeeds(run(ask))
-    os.rename("a/decoding.bin", "mine.bin")
-    shutil.copy("b/decoding.bin", ".")                           # it would be found here
+    os.rename("a", "gone")
+    shutil.copy("b/decoding.bin", ".")                           # it would be found here, but the run has its own
+    os.rename("ckpt", "elsewhere")
+    ask = ask.replace("ckpt", "elsewhere")
+    succeeds(run(ask))
+    os.rename("elsewhere/decoding.bin", "mine.bin")              # as of an older run
     done = run(ask)
     assert (done.returncode, done.stdout) == (1, "") and "is not the decoding.bin of this run" in done.stderr
     succeeds(run(ask + " -D DECODING_FILE=mine.bin"))
+    files = [f"-D{name}=gone/{file}" for name, file in prepare.FILES.items()]
+    succeeds(run("train --save-dir elsewhere --steps 2", *files))
+    assert filecmp.cmp("elsewhere/decoding.bin", "mine.bin", False)
 
 
 # --- preparing a text -------------------------------------------------------------------------------------------------
@@ -181,6 +198,79 @@ def test_a_directory_is_all_its_files_and_progress_is_shown(here, monkeypatch):
     assert read_back(300) == [b"".join(name * 9000 for name in (b"books/a", b"books/b", b"books/more/c")),
                               b"books/a" * 9000]
     assert any(line.startswith("BPE: read ") for line in said)
+
+
+def test_a_directory_with_other_files_and_a_table_and_a_field_of_json(here):
+    """What is no text is left out with a line in a directory, and refused where it is named."""
+    (here / "books").mkdir()
+    for name, content in {"a.txt": PROSE * 20, "b.pdf": b"%PDF-1.7\n" + PROSE, "c.csv": PROSE,
+                          "d.jsonl": b'{"body": "a field"}\n'}.items():
+        (here / "books" / name).write_bytes(content)
+    said = []
+    prepare.prepare(["books"], 256, "books/a.txt", ".", said.append, field="body")
+    assert pathlib.Path("input.bin").read_bytes() == PROSE * 20 + PROSE + b"a field"
+    assert said[:2] == ["left out: books/b.pdf holds a PDF, not bytes: give the text itself",
+                        "books/c.csv: a table or no text: every byte of it is learnt"]
+    with refused("b.pdf holds a PDF", DataError):
+        prepare.prepare(["books/b.pdf"], 256)
+    fails(run("prepare books/d.jsonl --force"), 1, 'line 1', 'in its field "text"', "--field NAME")
+    assert "next: " in succeeds(run("prepare books/a.txt books/d.jsonl --field body --vocab-size 256 --out more"))
+
+
+def test_a_long_text_is_learnt_from_in_part_and_encoded_whole(here, monkeypatch):
+    """Progress replaces itself where it can."""
+    monkeypatch.setattr(prepare, "LEARN_BYTES", 4000)
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 1000)
+    (here / "t").write_bytes(PROSE * 500)
+    read, blocks = [], prepare._blocks_told
+    monkeypatch.setattr(prepare, "_blocks_told", lambda *more: (read.append(len(b)) or b for b in blocks(*more)))
+    now, said, shown = itertools.count(), [], []
+    monkeypatch.setattr("tools.prepare.time.monotonic", lambda: next(now))
+    prepare.prepare(["t"], 300, None, ".", said.append, progress=shown.append)
+    whole = sum(map(len, read_back(300)))
+    assert whole == 500 * len(PROSE) < sum(read) < whole + 9000
+    assert shown and not [line for line in said if "%" in line]
+
+
+def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
+    """However often it is there, and wherever links lead."""
+    (here / "d" / "v1" / ".git").mkdir(parents=True)
+    texts = [os.urandom(9000).hex().encode() + b"\n" for _ in range(3)]
+    for name, text in {"d/a": texts[0], "d/v1/b": texts[1], "d/copy": texts[0], "d/v1/.git/c": TEXT,
+                       "d/v1/packed.zst": pyzstd.compress(texts[2])}.items():
+        (here / name).write_bytes(text)
+    for link, to in ("d/loop", "."), ("d/v1/up", ".."), ("d/current", "v1"), ("d/broken", "nowhere"), ("d/same", "a"):
+        os.symlink(to, link)
+    for line in "prepare d --out d", "prepare d d/a --force --out d":
+        told = succeeds(run(f"{line} --vocab-size 256"))
+        assert "left out: d/copy is the same text as d/a" in told and "left out: d/loop is a link to" in told
+        assert "warning" not in told and ("left out: d/input.bin" in told) == ("force" in line)
+        assert sum(map(os.path.getsize, ("d/input.bin", "d/val.bin"))) == 3 * len(texts[0])
+    told = succeeds(run("prepare d/a d/v1 d/input.bin d/val.bin --out all --vocab-size 256"))
+    assert "of the held-out text stands in the text to train on, too" in told
+
+
+def test_held_out_text_that_stands_in_the_training_text_is_told(here):
+    for name, text in ("a", os.urandom(30000)), ("b", os.urandom(3000)):
+        (here / name).write_bytes(text.hex().encode())
+    (here / "both").write_bytes((here / "a").read_bytes() + (here / "b").read_bytes())
+    assert "warning" not in succeeds(run("prepare a --val b --out x --vocab-size 256"))
+    assert "warning: 100% of the held-out text stands in the text to train on, too" in \
+        succeeds(run("prepare both --val b --out y --vocab-size 256"))
+
+
+@mark.parametrize("between", [b"", b"\n"])
+def test_the_end_of_a_text_is_one_token(here, monkeypatch, between):
+    """In the files of `prepare`, as in a prompt, and not taken into account by the BPE."""
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 200)
+    text = (PROSE.replace(b"\n", b" ") + between + data_files.END + between) * 300
+    assert prepared(text, 300) == 300
+    decoding = data_files.Decoding.read("decoding.bin")
+    files = [np.fromfile(name, "<u4") for name in ("input.bin", "val.bin")]
+    assert decoding.decode([299]) == data_files.END and b"|>" not in decoding and b"endo" not in decoding
+    assert sum((tokens == 299).sum() for tokens in files) == 300
+    assert sum(decoding.decode(tokens).count(data_files.END) for tokens in files) == 300
+    assert (decoding.encode(text) == 299).sum() == 300
 
 
 def test_the_vocabulary_is_learned_from_the_training_part_alone(here):

@@ -244,9 +244,9 @@ TREE = st.recursive(LEAF, lambda inner: lists(inner, max_size=3) | dictionaries(
 DEEP = tuples(integers(1, 3000), sampled_from(["[]", '{"a":}'])).map(
     lambda pair: (pair[1][:-1] * pair[0] + "1" + pair[1][-1] * pair[0]).encode())
 FIELDS = dictionaries(sampled_from([*card(), "more"]), TREE, max_size=4)
-CONSTANTS = dictionaries(sampled_from([*CFG.agreed()]), TREE, max_size=3)
+CONSTANTS = dictionaries(sampled_from([*CFG.saved()]), TREE, max_size=3)
 VALUES = one_of(just({}), FIELDS, FIELDS.map(lambda values: {"role": "island", **values}),
-                CONSTANTS.map(lambda config: dict(config={**CFG.agreed(), **config})))
+                CONSTANTS.map(lambda config: dict(config={**CFG.saved(), **config})))
 CARDS = VALUES.map(lambda values: as_json(**values)) | TREE.map(lambda tree: dumps(tree).encode()) | DEEP \
     | binary(max_size=60)
 

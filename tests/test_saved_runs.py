@@ -57,16 +57,16 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
 
     @numba.njit(error_model="numpy")
-    def attended(model, cache, record):
+    def attended(model, cache, kept):
         room = cpu_transformer.new_room(model, 1, cache)
         for i in range(64):
             room.q[0, i] = 0 if i % 32 else 127
-        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1, record, 0)
+        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1, kept)
         return room.x
 
     want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]
     model = engine._model
-    equal(attended(model, cache, cpu_kernels.no_record(model))[0, :32].astype(int) - 128, np.trunc(want))
+    equal(attended(model, cache, cpu_kernels.nothing_kept(model))[0, :32].astype(int) - 128, np.trunc(want))
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
@@ -338,7 +338,8 @@ def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
         console.emit({"event": "sample", "prompt": "a\nb\x1b[1m", "text": "c"}, "sample: ")
         return console.stream.text
 
-    plain, coloured = "sample: a\u23ceb[1m >>> c\n", "sample: \x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
+    legend = "sample: (given >>> what the model adds) "
+    plain, coloured = legend + "a\u23ceb[1m >>> c\n", legend + "\x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert (shown(True), shown(False)) == (coloured, plain)
     monkeypatch.setenv("NO_COLOR", "1")

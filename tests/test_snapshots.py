@@ -1,5 +1,6 @@
 """Digests and snapshots: what a state is, who may give one, and what is kept."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ from numpy.random import default_rng
 from pytest import fixture, mark, raises
 import pyzstd
 
+import egg_config
 import egg_net
 from cluster import history, snapshots, wire
 from cluster.history import open_run
@@ -21,7 +23,7 @@ from model import parameters
 from model.parameters import digest_of, initial_state
 from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
                           whole)
-from fakes import UNITS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
+from fakes import CFG, FakeEngine, Lines, UNITS, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 from tools import use
 
@@ -162,8 +164,43 @@ def flip(path):
     path.write_bytes(data)
 
 
-@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), UNITS.changed(SNAPSHOT_EVERY=4)],
-                  ids=["weights", "activations"])
+RARELY = [changed(SNAPSHOT_EVERY=4), UNITS.changed(SNAPSHOT_EVERY=4)]
+
+
+@mark.parametrize("cfg", RARELY, ids=["weights", "units"])
+@mark.parametrize("damage", ["header", "early", "late"])
+def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(tmp_path, cfg, damage):
+    """With a digit a pair the history is the run, so that no later step of it is given up."""
+    at = str(tmp_path / "run")
+    cluster(at, [FakeEngine(cfg, 0.003)], 11, cfg, save=True, drain=5)
+    with closing(history.read_run(cfg, at)) as run:
+        known = {"early": run.start.step + 1, "late": 9}.get(damage, 0)
+        place = 40 if damage == "header" else run._offsets[known - run.start.step] + 30
+    file = tmp_path / "run" / history.FILE
+    newest = max(int(path.name[9:17]) for path in file.parent.glob("snapshot-*"))
+    for name in (file.parent.glob(f"snapshot-{newest:08d}*") if damage == "late" else ()):
+        name.unlink()                                        # that of the end
+    newest = 8 if damage == "late" else newest
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.is_former(at)
+    lines = egg_net.Console(Lines())
+    assert use.load(cfg, at, console=lines).step == newest
+    assert f"here is its snapshot of step {newest}" in lines.stream.text
+    if damage == "late" and cfg is RARELY[0]:
+        with refused("truncate", history.Damaged):
+            history.open_run(cfg, at, mend=snapshots.mend)
+        return
+    with Server(at, cfg, save=True, steps=14, mend=snapshots.mend) as server:
+        line, = server.run.notices
+        assert f"the run goes on from step {newest}, the steps after that are gone" in line
+        server.work(engine := FakeEngine(cfg))
+    assert engine.digest() == expected(14, cfg)[1]
+    assert bytes(data) == (file.parent / f"{history.FILE}.damaged").read_bytes()
+
+
+@mark.parametrize("cfg", RARELY, ids=["weights", "units"])
 def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
@@ -177,9 +214,13 @@ def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, 
         server.reaches(13)
         assert server.said.count(f"{newest} is damaged and not used: ") == 1
         assert server.said.count("snapshot-00000007.egg is damaged and not used: not a snapshot") == 1
+        assert (tmp_path / "snapshot-00000007.egg.damaged").exists() and os.path.exists(f"{newest}.damaged")
         until(lambda: late.step == 13)
         assert late.digest() == expected(13, cfg)[1]
         until(lambda: server.shelf.newest == 12)
+    with Server(tmp_path, cfg, save=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        assert "is damaged" not in server.said               # once
 
 
 def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
@@ -309,6 +350,67 @@ def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
             waited.append(monotonic() - began)
         assert len(waited) > 2 and max(waited) < 0.5
         assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
+
+
+def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
+    """Also one of a program that took the digest of what differed from the file; one that somebody has copied here
+    is not called damaged."""
+    packed, state = filled(tmp_path, 3), initial_state(CFG)
+    state.step, body = 2, snapshots.pack(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "_values", lambda cfg: b"what an older program wrote here")
+        old = snapshots._make_head(CFG, 2, state.seed, snapshots.state_hash(state), packed[1], len(body)) + body
+    new, other = (snapshots._make_head(cfg, 2, state.seed, snapshots.state_hash(state), packed[1], len(body)) + body
+                  for cfg in (CFG, changed(SIGMA_SHIFT=1)))
+    path = tmp_path / "snapshot-00000002.egg"
+    values = history.configuration(tmp_path)
+    for name, value in ("ADAM_EPS", 0.5), ("HEAD_DIM", 32), ("MODEL", "gru"), ("SOFT_TARGETS", ((0, 9),)):
+        monkeypatch.setitem(egg_config.CONSTANTS, name, egg_config.CONSTANTS[name]._replace(value=value))
+    cfg = egg_config.load(environ={}, saved=values)
+    assert cfg.saved() == CFG.saved()
+    for data in old, new:
+        path.write_bytes(data)
+        assert digests(use.load(cfg, tmp_path, step=2, console=egg_net.Console(Lines())).state()) == digests(state)
+    path.write_bytes(other)
+    with closing(history.read_run(cfg, tmp_path)) as run:
+        shelf = snapshots.Shelf(cfg, run)
+    assert not shelf.files and [*shelf.damaged] == [f"{path} is of another configuration and not used"]
+
+
+def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(tmp_path, compiled_units):
+    """It is replayed by the same update; only that of unit trials goes on."""
+    at, cfg = str(tmp_path / "old"), UNITS.changed(SNAPSHOT_EVERY=2)
+    filled(at, 3, cfg)
+    now = use.load(cfg, at, console=egg_net.Console(Lines())).digest()
+    data = (tmp_path / "old" / history.FILE).read_bytes()
+    end = 16 + int.from_bytes(data[8:12], "little")
+    header = json.loads(data[12:end - 4])
+    header["config"] |= dict(PERTURB="activations", GROUP_SIZE=8, CHUNK_SIZE=8 * 32, POPULATION_SIZE=8 * 128,
+                             NOISE_UP=3, CREDIT=12, VERSION_OF_VOTES=3)
+    text = json.dumps(header, sort_keys=True).encode()
+    (tmp_path / "old" / history.FILE).write_bytes(
+        history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text) + data[end:])
+    assert history.is_former(at)
+    with refused(f"noise on activations, which unit trials have replaced: `egg.py train --load-dir {at}` begins a new "
+                 "run with its model", history.HistoryError):
+        open_run(cfg, at)
+    old = egg_config.load(environ={}, saved=history.configuration(at))
+    assert old.saved() == cfg.saved() and use.load(old, at, console=egg_net.Console(Lines())).digest() == now
+    use.begin(cfg, old, at, str(tmp_path / "new"), None, egg_net.Console(Lines()), None)
+    with closing(open_run(cfg, str(tmp_path / "new"))) as run:
+        assert run.start.step == 3 and not history.is_former(str(tmp_path / "new"))
+
+
+def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):
+    """Coordinator and worker, also of older programs, whose digest is that of what differs from the shipped file."""
+    with Server(tmp_path, save=True, steps=2, stay=True) as server:
+        wanted = server.admission.config_digest
+        monkeypatch.setitem(egg_config.CONSTANTS, "ADAM_EPS", egg_config.CONSTANTS["ADAM_EPS"]._replace(value=0.5))
+        del server.admission.config_digest
+        assert server.admission.config_digest == wanted
+        server.admission.config_digest = bytes(32)
+        server.work(FakeEngine(CFG))
+        server.reaches(2)
 
 
 def test_who_reads_a_run_is_told_of_a_snapshot_without_a_head(tmp_path):

@@ -6,19 +6,22 @@ import re
 from contextlib import closing, suppress
 from time import monotonic
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 from pytest import mark, raises
 
 import egg_net
-from cluster import admission, dispatch, status, wire
+from cluster import admission, auth, dispatch, status, wire
 from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
-from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
-from fakes import UNITS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
-from model import steps
+from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
+from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, UNITS, changed,
+                   expected)
+from model import integer_tables, steps
+from pages import EVERYBODY, state_of
 
 
 class Worker:
@@ -208,6 +211,31 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
         until(three_steps_done, 12)
 
 
+def test_who_is_inside_a_long_chunk_is_at_work(tmp_path, monkeypatch):
+    """Whoever is quick is not alone meanwhile, so that its audits wait."""
+    monkeypatch.setattr(dispatch, "ACTIVE_SECONDS", 0.1)
+    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.1)
+    with Server(tmp_path, changed(AUDIT_RATE=1.0)) as server:
+        thinks, quick = named(server, "thinks", "quick")
+        assert thinks.chunk(0) == 0                              # and says nothing
+        quick.works(0, 3, packed=BAD)
+        until(lambda began=monotonic(): quick.send(wire.HEARTBEAT) or monotonic() > began + 0.5)
+        assert server.worker("quick").results == 3 and not server.dispatcher.work.done
+        thinks.result(0, 0)
+        thinks.works(0, 2)
+        server.says("disagree about chunk")
+
+
+@mark.parametrize("beats", [False, True])
+def test_while_no_time_is_known_a_chunk_takes_as_long_as_its_worker_gives_signs_of_life(tmp_path, beats):
+    with Server(tmp_path, changed(STRAGGLER_TIMEOUT=0.4)) as server:
+        slow, other = named(server, "slow", "other")         # one that is alone may take its time
+        slow.chunk(0)
+        other.chunk(0)
+        until(lambda began=monotonic(): beats and slow.send(wire.HEARTBEAT) or monotonic() > began + 1)
+        assert ("worker slow (127.0.0.1" in "".join(re.findall(".* has not delivered .*", server.said))) != beats
+
+
 # --- errors and bans --------------------------------------------------------------------------------------------------
 
 class ErrsOnce(Liar):
@@ -218,7 +246,7 @@ class ErrsOnce(Liar):
         return super().evaluate(first, count)
 
 
-both = mark.parametrize("base", [CFG, UNITS], ids=["weights", "activations"])
+both = mark.parametrize("base", [CFG, UNITS], ids=["weights", "units"])
 
 
 @both
@@ -262,6 +290,20 @@ def test_digits_of_an_odd_share_are_audited(tmp_path):
         until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
 
 
+def test_chunks_that_vote_from_rewards_are_not_odd(tmp_path):
+    """Equal rewards are no votes at all; what votes from text is compared with its like."""
+    cfg = changed(**REWARDED, TEXT_SHARE=0.5)
+    with Server(tmp_path, cfg) as server:
+        peer, = named(server, "honest")
+        dispatcher, empty = server.dispatcher, steps.pack_digits(bytes(cfg.CHUNK_DIGITS))
+        kinds = [dispatcher.votes_from_text(chunk) for chunk in range(4)]
+        assert sorted(kinds) == [False, False, True, True]
+        dispatcher._usual_share = 0.5
+        peer.works(0, 4, packed=empty)
+        until(lambda: server.worker().results == 4 or server.run.step)
+        assert server.run.step or dispatcher.work.audited == {k for k in range(4) if kinds[k]}
+
+
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
     reason = "it said that 2 + 2 = 5"
     for turn in range(3):
@@ -295,6 +337,22 @@ def test_bans_hold_also_where_the_file_cannot_be_written_and_nobody_comes_in_whe
     with raises(admission.Refused, match="nobody is let in while .* cannot be read: File too large") as told:
         bans.message("w3")
     assert told.value.code == wire.FULL                          # it may come again
+
+
+def test_a_list_of_bans_that_cannot_be_read_is_a_warning_and_ends_no_run(tmp_path):
+    """Neither the page nor who asks for the status: a directory, a link, too large a file."""
+    file = tmp_path / BANNED_FILE
+    for make in file.mkdir, lambda: file.symlink_to("elsewhere"), lambda: file.write_bytes(b"x" * (1 << 20) + b"y"):
+        with Server(tmp_path, save=True, http=EVERYBODY) as server:
+            peer = Peer2(server, name="early")
+            make()
+            server.says("banned.txt: ")
+            with raises(TimeoutError, match="nobody is let in while"):
+                Peer2(server, name="late")
+            assert server.fetched()["banned"] == {} and peer.chunk(0) == 0
+            until(lambda: state_of(server)["workers"])
+            assert server.said.count(": nobody is let in until it can be read") == 1
+        file.rmdir() if file.is_dir() else file.unlink()
 
 
 def test_a_wrong_peer_of_version_1_does_not_ban_all_of_them(tmp_path):
@@ -377,9 +435,51 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server)
     server.says("banned a: its state at step 0 is not that of others")
 
 
+def test_two_processes_with_one_key_are_compared_and_a_flipped_bit_is_one_error(tmp_path):
+    """The key has one vote for each state, so that both rebuild; one then has what the other has."""
+    cfg, (packed, digest) = changed(AUDIT_RATE=1.0), expected(9)
+    access = auth.Access(auth.key_of(SECRET, "gpu7"), name="gpu7")
+    engines = [FakeEngine(cfg, 0.002), Drifting(cfg, pause=0.002)]
+    server = cluster(tmp_path, engines, 9, cfg, save=True, access=auth.Access(SECRET), caller=access)
+    assert "banned" not in server.said and server.said.count("has erred") == 1
+    assert {engine.digest() for engine in engines} == {digest} and kept(tmp_path) == packed
+
+
+def test_who_repeats_a_wrong_state_after_rebuilding_is_banned_by_its_key(tmp_path):
+    access = auth.Access(auth.key_of(SECRET, "gpu7"), name="gpu7")
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        wrong, twin = (Peer2(server, access=access) for _ in range(2))
+        others = [Peer2(server, secret=SECRET, name=name) for name in "ab"]
+        for peer in *others, twin:
+            peer.ask(0, b"right")
+            assert peer.answer()
+        with suppress(egg_net.NetError):
+            for count in range(3):
+                wrong.ask(0, b"wrong")
+                wrong.next(REBUILD)
+        server.says("banned gpu7: its state at step 0 is not that of others")
+        assert server.said.count("gpu7 has erred") == 2
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 ONE, OTHER = "ab" * 32, "cd" * 32
+
+
+def test_what_the_first_worker_had_all_others_must_have(server, monkeypatch):
+    """The files of an objective, and the tables that its mathematics makes: a difference is named, nobody banned."""
+    Peer2(server, same={"helper.py": ONE})
+    turned_away("other helper.py than the first worker had: give every worker the same", server,
+                same={"words.txt": ONE, "helper.py": OTHER})
+    Peer2(server, same={"words.txt": OTHER})
+    Peer2(server)
+    for wrong in 5, [ONE]:
+        turned_away("JOIN cannot be read", server, same=wrong)
+    server.work(FakeEngine()), server.work(FakeEngine())
+    server.reaches(1)
+    monkeypatch.setattr(integer_tables, "gelu_table", lambda: np.zeros(256, np.int8))
+    with refused("other tables of exponentials, cosines and powers, .* than the first worker had"):
+        run_worker(server, FakeEngine())
 
 
 def test_the_first_worker_says_which_data_a_run_has(tmp_path):

@@ -10,13 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 from unittest import mock
 
+import numpy as np
 from pytest import fixture, mark, raises
 
 import egg
 import egg_config
+import egg_net
 from egg_config import make
 from cluster.console import Console, stop_signals
 from cluster.history import configuration, discard, newest, open_run, read_run, snapshot_name
@@ -25,6 +28,7 @@ from engine import hardware
 from tools import train, use
 from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
 from coordinators import filled
+from fakes import Lines
 from recordings import HERE, digests, python
 from readings import configured
 
@@ -194,12 +198,15 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
 
 def test_a_copied_run_and_the_same_file_twice(bytes_here, compiled):
     succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
-    fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 1, "is both INPUT_FILE and VAL_FILE: give a")
+    fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 2, "is both INPUT_FILE and VAL_FILE: give a")
+    shutil.copy("my data/train.bin", "copy.bin")
+    assert "warning: copy.bin is a copy of my data/train.bin: validations will be too good" in \
+        succeeds(run("train --save-dir ckpt --steps 2", "-DVAL_FILE=copy.bin"))
     os.mkdir("elsewhere")
     shutil.move("ckpt", "elsewhere/ckpt")
     os.chdir("elsewhere")
     os.rename("../my data", "../other")
-    fails(run("train --save-dir ckpt"), 1, f"input.bin is missing in {os.getcwd()}", "-D INPUT_FILE=...")
+    fails(run("train --save-dir ckpt"), 2, f"input.bin is missing in {os.getcwd()}", "-D INPUT_FILE=...")
 
 
 def test_habits_from_elsewhere(bytes_here, compiled):
@@ -267,7 +274,7 @@ def test_the_end_has_a_snapshot_and_some_stay_for_good(bytes_here, compiled):
     succeeds(run("train --load-dir ckpt@5 --steps 5 -D LR_SCHEDULE=0:0.125"))
     table = [line.split(maxsplit=4) for line in succeeds(run("runs")).splitlines()]
     assert [(name, steps) for name, steps, *_ in table] == [("run", "steps"), ("ckpt", "15"), ("ckpt-2", "6"),
-                                                            ("ckpt-3", "0")]
+                                                            ("ckpt-3", "5")]
     assert table[1][3] == "bits/byte" and "LR_SCHEDULE=0:0.125" in table[3][-1] and "N_LAYERS" not in str(table)
 
 
@@ -337,10 +344,6 @@ def test_without_samples_the_end_has_none(bytes_here, compiled):
 
 # --- the first command ------------------------------------------------------------------------------------------------
 
-def test_the_fingerprint_of_the_unedited_constants():
-    assert egg_config.SHIPPED == make().fingerprint()
-
-
 @fixture
 def started(here, monkeypatch, capsys):
     """What `train` would start: started(device, arguments) -> (cfg, the line about the preset)."""
@@ -375,8 +378,66 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
         assert started(device)[0].shared() == fast.changed(SEQ_LEN=32).shared()
         patch.setenv("EGG_PRESET", "deggs")
         assert started(device)[0].shared() == deggs.changed(SEQ_LEN=32).shared()
-    monkeypatch.setattr(egg_config, "SHIPPED", "of another file: this one was edited")
-    assert started(device) == (deggs, "")
+
+
+def test_the_time_of_a_step_is_told_before_the_first(bytes_here, monkeypatch, compiled):
+    """And by `arch`; where it is long, and where there is no VNNI, what that means."""
+    said = succeeds(run("train --steps 1", *bytes_here))
+    line = line_with("a step of ", said)
+    assert re.fullmatch(r"a step of \d+ models takes about [\d.e-]+ s here", line) and "1 steps are too few" in said
+    assert said.index(line) < said.index("worker: ") and "VNNI" not in said
+    assert line_with("a step of ", succeeds(run("arch", *bytes_here)))
+    slow, lines = mock.Mock(**{"evaluate.side_effect": lambda *_: time.sleep(0.3)}), []
+    slow.name = "cpu madd x2"
+    train.tell_pace(make(), slow, lines.append)
+    assert re.match(r"a step of 327,680 models takes about [\d,]+ min here: --preset laptop, a GPU or ", lines[0])
+    assert lines[1].startswith("this processor has no VNNI")
+    train.tell_pace(make(SIMD="madd"), slow, lines.append)
+    assert len(lines) == 3
+
+
+def test_the_mark_to_beat_is_said_in_words(bytes_here, monkeypatch, compiled):
+    """And why the two figures of a line have two units."""
+    said = succeeds(run("train --steps 1 --save-dir new", *bytes_here))
+    assert re.search(r"for comparison, .*bigram [\d.]+: a table of pairs, the mark to beat$", said, re.M)
+    assert "loss is in" not in said and 'a table of pairs ("bigram"): ' in succeeds(run("plot new"))
+    tokens, known = np.arange(300, dtype=np.uint32) % 300, mock.Mock(unit="bits/byte", n_bytes=300)
+    known.windows = np.zeros((10, 11), np.int32)
+    monkeypatch.setattr("model.data_files.references", lambda *_: {"bigram": 1.0})
+    lines = Lines()
+    train.print_references(make(), train.Data(tokens, known, None), egg_net.Console(lines))
+    assert "loss is in bits/token, as windows are cut in tokens; val in bits/byte: a token has 3.00 bytes" in lines.text
+
+
+def edit(monkeypatch, name, value):
+    """As if this constant were edited in egg_config.py."""
+    monkeypatch.setitem(egg_config.CONSTANTS, name, egg_config.CONSTANTS[name]._replace(value=value))
+
+
+def test_only_what_a_model_depends_on_chooses_one(started, monkeypatch):
+    """And what the file says and nobody uses is told."""
+    edit(monkeypatch, "SAMPLING_TEMP", 0.8)
+    edit(monkeypatch, "PORT", 7)
+    cfg, said = started("cpu")
+    assert (cfg.MODEL, cfg.SAMPLING_TEMP, cfg.PORT) == ("gru", 0.8, 7) and "taking the preset laptop" in said
+    edit(monkeypatch, "VALIDATE_EVERY", 7)
+    assert started("cpu")[0].VALIDATE_EVERY == 50 and started("cpu", "-D VALIDATE_EVERY=7")[0].VALIDATE_EVERY == 7
+    edit(monkeypatch, "N_LAYERS", 2)
+    cfg, said = started("cpu")
+    assert cfg == make() and said == ("egg_config.py decides, as N_LAYERS is edited there (--preset laptop suits "
+                                      "this machine)\n")
+
+
+def test_an_edit_that_is_overruled_is_told(here, monkeypatch):
+    open_run(make(), "ckpt").close()
+    edit(monkeypatch, "LR_SCHEDULE", ((0, 7.0),))
+    edit(monkeypatch, "N_LAYERS", 3)
+    edit(monkeypatch, "SAMPLE_EVERY", 3)
+    for line, says in (("arch", ""), ("arch -D N_LAYERS=4", ""), ("arch --preset deggs", ""),
+                       ("arch --preset best", "egg: egg_config.py sets N_LAYERS, LR_SCHEDULE, SAMPLE_EVERY, but "
+                        "--preset best has its own: "),
+                       ("generate --load-dir ckpt --tokens 1", "SAMPLE_EVERY, but the run has its own: ")):
+        assert says in (told := run(line, preset="").stderr) and ("egg_config.py" in told) == bool(says), line
 
 
 def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):

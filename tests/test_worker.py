@@ -10,7 +10,7 @@ from pytest import mark
 
 import commands
 import egg_net
-from cluster import wire
+from cluster import dispatch, wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import data_files, rules, steps
 from model.steps import pack_digits
@@ -69,7 +69,7 @@ def test_validation_and_samples_reach_the_console(tmp_path):
         server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
                     decoding=data_files.load_decoding(CFG))
     assert re.findall("^  sample at step (.*)$", server.said, re.M) == [
-        "0: ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]          # the last at the end
+        "0: (given >>> what the model adds) ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]
     # (step + 1) / ln 2 / 12
     assert re.findall(r"^Step (\d).*Val: (.*) bits/byte$", server.said, re.M) == [("0", "0.12"), ("2", "0.36")]
 
@@ -77,7 +77,7 @@ def test_validation_and_samples_reach_the_console(tmp_path):
 def test_a_worker_states_its_held_out_data(server):
     peer = Peer2(server, validation="ab" * 32)
     with refused("other held-out data"):
-        run_worker(server, FakeEngine(), validation=VALIDATION._replace(tokens=np.zeros(9)))
+        run_worker(server, FakeEngine(), validation=VALIDATION._replace(windows=VALIDATION.windows + 1))
     assert peer.chunk(0) == 0
 
 
@@ -118,6 +118,42 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
             coordinator.communicate(timeout=60)
     assert worker.returncode == 0 == coordinator.returncode
     assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
+
+
+def test_a_worker_in_the_middle_of_a_chunk_learns_of_the_end(tmp_path, monkeypatch):
+    """Between two slices it finds the connection closed; what was told before that is read."""
+    monkeypatch.setattr(egg_net.Worker, "slice", 2)
+    slow, lines = FakeEngine(CFG, 0.2), Lines()
+    with Server(tmp_path, steps=1, drain=0) as server:
+        thread = server.work(slow, lines=lines)
+        until(lambda: slow.evaluated)
+        quick = Peer2(server)
+        quick.ask = functools.partial(quick.ask, digest=FakeEngine().digest())
+        quick.works(0, 3)
+        quick.result(0, quick.chunk(0))                           # a copy of that of the slow one
+    thread.join(60)
+    assert "the run has ended after 1 steps" in lines.text
+
+
+def test_a_worker_that_is_alone_may_take_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 0.05)
+    with Server(tmp_path, CFG.changed(STRAGGLER_TIMEOUT=0.1), steps=1) as server:
+        peer = Peer2(server)
+        peer.works(0, 3)
+        assert peer.chunk(0) == 96
+        sleep(0.5)
+        peer.result(0, 96)
+    assert "handed out again" not in server.said
+
+
+def test_a_worker_that_computes_gives_signs_of_life(tmp_path, monkeypatch):
+    """A chunk may take longer than a connection may be silent."""
+    monkeypatch.setattr("cluster.link.HEARTBEAT_EVERY", 0.2)
+    with Server(tmp_path, CFG.changed(IDLE_TIMEOUT=1.0), steps=1) as server:
+        server.work(engine := FakeEngine(pause=1.5))
+        until(lambda: engine.evaluated)
+        engine.pause = 0.0
+    assert len(engine.evaluated) == 4 and "said nothing" not in server.said
 
 
 SEED1 = steps.next_seed(42, 0)

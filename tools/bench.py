@@ -19,7 +19,6 @@ from model import data_files, parameters, rules, steps
 from tools import train
 
 ROUNDS = 5
-SLICE_SECONDS = 0.3        # least time of an evaluation on a CPU
 say = functools.partial(print, flush=True)
 
 
@@ -29,36 +28,35 @@ def bench(cfg, device, threads):
     match = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
     processor = match[1] if match else platform.processor() or "unknown processor"
     say(f"{platform.machine()}, {hardware.cores()} cores, {processor}; Python {platform.python_version()}")
+    on_weights = cfg.PERTURB == "weights"
     say(f"configuration: {'recurrent ' * (cfg.MODEL == 'gru')}H {cfg.HIDDEN_DIM} L {cfg.N_LAYERS} T {cfg.SEQ_LEN} V "
-        f"{cfg.VOCAB_SIZE}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, noise mode "
-        f"{cfg.ADAPTIVE_NOISE_MODE}")
+        f"{cfg.VOCAB_SIZE}, {cfg.POPULATION_SIZE} {read_by(cfg)} in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
+        + (f"noise mode {cfg.ADAPTIVE_NOISE_MODE}" if on_weights else "unit trials"))
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, say, cpu_engine.VERBS)
     engine = train.make_engine(cfg, tokens, device, threads)
-    members = cfg.CHUNK_SIZE
-    if device == "cpu" and cfg.PERTURB == "weights":         # a whole chunk would take minutes
-        members = few_members(engine, cfg)
-    bench_engine(cfg, engine, tokens, members, device)
-    if members < cfg.CHUNK_SIZE:
-        cfg = cfg.changed(CHUNK_SIZE=members, POPULATION_SIZE=8 * members)
+    some = cfg.CHUNK_SIZE
+    if device == "cpu" and on_weights:               # a whole chunk would take minutes
+        some, _ = train.few(cfg, engine)
+    bench_engine(cfg, engine, tokens, some, device)
+    if some < cfg.CHUNK_SIZE:
+        cfg = cfg.changed(CHUNK_SIZE=some, POPULATION_SIZE=8 * some)
     bench_steps(cfg, device, threads)
 
 
-def few_members(engine, cfg):
-    """An even number of members whose evaluation takes SLICE_SECONDS at least, or a chunk."""
-    count = 2
-    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
-    while seconds_of(lambda: engine.evaluate(0, count)) < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
-        count = min(2 * count, cfg.CHUNK_SIZE)
-    return count
+def read_by(cfg):
+    """What a step has many of."""
+    return "members" if cfg.PERTURB == "weights" else "windows"
 
 
-def bench_engine(cfg, engine, tokens, members, device):
-    """Evaluation of some members, then update, digest, validation and generation."""
-    count, per_token = members * cfg.SEQ_LEN, parameters.products_per_token(cfg)
-    seconds = median_seconds(lambda: engine.evaluate(0, members))
+def bench_engine(cfg, engine, tokens, some, device):
+    """Evaluation of some members or windows, then update, digest, validation and generation."""
+    count, per_token = some * cfg.SEQ_LEN, parameters.products_per_token(cfg)
+    if cfg.PERTURB == "units":                       # forward, back, and to vote
+        per_token *= 3
+    seconds = median_seconds(lambda: engine.evaluate(0, some))
     work, limit, name = count * per_token / seconds, *peak(device)
     say(f"evaluation  {count / seconds:,.0f} tokens/s on {engine.name}, {seconds * 1e3:.1f} ms for {count:,} tokens; "
         f"{work / 1e9:,.0f} G multiply-adds/s, {work / limit:.2f} times {name}")
@@ -66,7 +64,7 @@ def bench_engine(cfg, engine, tokens, members, device):
         say("            " + ("good: int8 is as fast as float32 or faster" if work >= limit else
                               "low: another program uses the cores, or the processor has no AVX512-VNNI"))
     fitness = steps.pack_digits(np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
-    windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    windows = rules.windows(cfg, tokens, 0, 0, min(some, cfg.POPULATION_SIZE // cfg.MEMBERS))[:, cfg.STATE_TOKENS:]
     prompt, new = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if device == "cpu" else 512
     say(f"update      {median_seconds(lambda: engine.update(fitness)) * 1e3:,.2f} ms")
     say(f"digest      {median_seconds(engine.digest) * 1e3:.2f} ms of {parameters.n_weights(cfg):,} weights")
@@ -98,13 +96,7 @@ def bench_steps(cfg, device, threads, seconds=15):
         return say(f"whole steps: fewer than two in {seconds} s")
     step = (ends[-1] - ends[0]) / (len(ends) - 1)
     say(f"whole steps {cfg.POPULATION_SIZE * cfg.SEQ_LEN / step:,.0f} tokens/s, {1e3 * step:,.1f} ms a step of "
-        f"{cfg.POPULATION_SIZE:,} members, {cfg.N_CHUNKS / step:,.1f} chunks/s")
-
-
-def seconds_of(run):
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+        f"{cfg.POPULATION_SIZE:,} {read_by(cfg)}, {cfg.N_CHUNKS / step:,.1f} chunks/s")
 
 
 def median_seconds(run, seconds=0.5):
@@ -113,5 +105,5 @@ def median_seconds(run, seconds=0.5):
     run(), run()
     times = []
     while sum(times) < seconds or len(times) < ROUNDS and sum(times) < 10 * seconds:
-        times.append(seconds_of(run))
+        times.append(train.seconds_of(run))
     return statistics.median(times)

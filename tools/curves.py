@@ -15,6 +15,7 @@ from cluster import history
 from cluster.console import one_line, table
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS, open_file
+from cluster.status import Progress
 from egg_config import explained
 
 POINTS = 1 << 12           # most points of a curve
@@ -41,6 +42,7 @@ class Curve:
     validation}; merges: [(the last Point of the loss, event)], of an island; samples: [event]."""
 
     steps = 0
+    of = None                  # what names the text of the validations
     seconds = 0.0
     _bits = 1.0                # in one unit of the losses, in old logs that do not name it
     _before = 0.0              # seconds of training before this start of the run
@@ -61,10 +63,14 @@ class Curve:
                 self._before = self.seconds if event["step"] else 0.0
             case "step":
                 bits = 1.0 if "unit" in event else self._bits
-                self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
+                if event["loss"] is not None:
+                    self._add("loss", event, bits * event["loss"], self._before + event["elapsed"])
                 self.steps = event["step"] + 1
                 self.seconds = self._before + event["elapsed"]
             case "validation" | "reward" as quantity:
+                before, self.of = self.of, event.get("of", self.of)
+                if quantity == "validation" and before not in (None, self.of):           # they were of another text
+                    self.validation.clear()
                 self._add(quantity, event, event["value"], event.get("seconds", self.seconds))
             case "references":
                 self.references = {_text(name): _number(value) for name, value in event["values"].items()}
@@ -98,16 +104,28 @@ def read_curve(path, curve=None):
     # a link may be named by the user, but not lie in the directory
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else os.path.realpath(path)
     curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
-    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:         # a long log has an older part
+    lost = not os.path.lexists(name) and history.holds_run(path)
+    for event in events_of(path) if lost else ():
+        curve.add(event)
+    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name] * (not lost):       # a long log has an older part
         with explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
             every = 1 + os.path.getsize(part) // READ_WHOLE
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b"")):
                 if number % every == 0 or b'"event": "step"' not in line:
                     with contextlib.suppress(*INCOMPLETE):
                         curve.add(json.loads(line))
-    if not curve.loss and not curve.validation:
+    if not curve.steps and not curve.validation:
         raise WatchError(f"{name} holds no step of a run: {ADVICE}")
     return curve
+
+
+def events_of(directory):
+    """Yields the steps that the history of a run tells, whose log is missing. Raises HistoryError."""
+    cfg = egg_config.load(environ={}, saved=history.configuration(directory))
+    with contextlib.closing(history.read_run(cfg, directory)) as run:
+        progress = Progress(cfg, run, None)
+        for step in range(run.start.step, run.step):
+            yield {"event": "step", "elapsed": 0.0, **progress.of_step(step, run.record(step).sum_loss or None)}
 
 
 def _number(value):
@@ -139,6 +157,8 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     else:
         for title, lines in charts.items():
             printer.line("\n".join([f"{title}, against {AXES[x][2]}", *sparklines(lines, log)]))
+            if "validation" in title and (mark := dict(common_references(lines)).get("bigram")):
+                printer.line(f'the mark to beat, a table of pairs ("bigram"): {mark:.4g}')
 
 
 def runs(directories, printer):
@@ -152,9 +172,11 @@ def runs(directories, printer):
             read_curve(name, curve)
         best = [f"{min(p.value for p in curve.validation):.4f} {curve.units['validation']}"] if curve.validation else []
         best += [f"reward {max(p.value for p in curve.reward):.4f}"] if curve.reward else []
-        differ = [f"{key}={egg_config.text(value):.40}" for key, value in values.items()
-                  if any(other[key] != value for other in constants)]
-        rows.append((name, str(curve.steps), ", ".join(best), " ".join(differ)))
+        differ = [f"{key}={text[:40]}" + "..." * (len(text) > 40) for key, value in values.items()
+                  if any(other[key] != value for other in constants) for text in [egg_config.text(value)]]
+        # an imported run has the steps of its beginning, and no log of them
+        steps = max(curve.steps, *(start.step for start in history.epochs(name)), 0)
+        rows.append((name, str(steps), ", ".join(best), " ".join(differ)))
     printer.line("\n".join(table(("run", "steps", "best", "constants that differ"), rows, 4)))
 
 
@@ -213,7 +235,7 @@ def picture(charts, curves, x, out, log):
             taken = [point[field] / size for point, _ in curve.merges]
             ax.plot(taken, np.interp(taken, *line), "v", color=colour)
         if "validation" in title:
-            add_references(ax, set.intersection(*(set(curve.references.items()) for curve in lines)))
+            add_references(ax, common_references(lines))
         ax.set_ylabel(title)
         ax.grid(color="0.9")
     if log:
@@ -225,10 +247,16 @@ def picture(charts, curves, x, out, log):
         figure.savefig(out)
 
 
+def common_references(curves):
+    """{(name, value)}: of the simple models, what holds for all curves."""
+    return set.intersection(*(set(curve.references.items()) for curve in curves))
+
+
 def add_references(ax, references):
-    """Marks the simple models, [(name, value)], whose values are among those that are shown."""
+    """Marks the simple models, [(name, value)], whose values are among those that are shown, and the mark to beat."""
     low, high = ax.get_ylim()
     for name, value in references:
-        if low < value < high:
+        if low < value < high or name == "bigram":
+            words = "table of pairs\n (bigram)" if name == "bigram" else name
             ax.axhline(value, color="0.5", linestyle=":")
-            ax.text(1, value, f" {name} {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
+            ax.text(1, value, f" {words} {value:.2f}", transform=ax.get_yaxis_transform(), va="center")

@@ -1,6 +1,6 @@
-"""What a model is made of: the parts of a configuration and what they cost (`egg.py arch`); and inside one member
-(`egg.py debug`) statistics of its activations, by the plain reading of the model (model.reading), and of all weights,
-with the names of d-eggs.
+"""What a model is made of: the parts of a configuration and what they cost (`egg.py arch`); and inside one member, with
+unit trials the model (`egg.py debug`), statistics of its activations, by the plain reading of the model
+(model.reading), and of all weights, with the names of d-eggs.
 """
 
 import json
@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.console import table
 from egg_config import EggError, explained
-from model import activations, parameters, rules
+from model import parameters, rules
 from model.reading import Reading
 
 POSITION = 32              # position of the window whose activations are shown; the last one of a shorter window
@@ -35,23 +35,20 @@ def architecture(cfg):
     if cfg.MODEL == "transformer":               # scores and weighted values over (T + 1) / 2 positions on average
         model += f", {cfg.N_HEADS} heads of {cfg.HEAD_DIM}; head and embedding are one matrix"
         attention = f", {cfg.N_LAYERS * cfg.HIDDEN_DIM * (cfg.SEQ_LEN + 1):,} in attention"
-    groups = cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     if cfg.PERTURB == "weights":
-        noise, parts = "on weights", f"{cfg.N_PAIRS:,} antithetic pairs"
-        read, votes = tokens, size * cfg.N_PAIRS
-    else:                                        # the clean model reads every window, too, and each votes
-        noise = "on activations: " + ", ".join(
-            f"{p.name} {p.amplitude}" for p in activations.phases(cfg).values() if not p.layer)
-        parts, read = f"{groups:,} groups of {cfg.GROUP_SIZE}", tokens + groups * cfg.SEQ_LEN
-        votes = size * groups * cfg.SEQ_LEN
+        estimator, parts = "noise on weights", f"members ({cfg.N_PAIRS:,} antithetic pairs, "
+        evaluated, votes = products * tokens, size * cfg.N_PAIRS
+    else:                                        # credits go back through the same matrices
+        estimator, parts = "unit trials", "windows ("
+        evaluated, votes = 2 * products * tokens, products * tokens
+    amount = f"{cfg.POPULATION_SIZE:,} {parts}{cfg.N_CHUNKS} chunks)"
     facts = {"model": f"{cfg.MODEL}, {model}",
              "optimizer": f"{12 * size:,} bytes (m, v and accumulator, float32), {parameters.n_overlay(cfg):,} noise "
                           "scales",
-             "noise": noise,
+             "estimator": estimator,
              "a token": f"{products:,} multiply-adds in matrices{attention}",
-             "a step": f"{cfg.POPULATION_SIZE:,} members ({parts}, {cfg.N_CHUNKS} chunks) x {cfg.SEQ_LEN} tokens = "
-                       f"{tokens:,} tokens",
-             "": f"{products * read:.3g} multiply-adds in matrices to evaluate, {votes:.3g} to vote",
+             "a step": f"{amount} x {cfg.SEQ_LEN} tokens = {tokens:,} tokens",
+             "": f"{evaluated:.3g} multiply-adds in matrices to evaluate, {votes:.3g} to vote",
              "on the wire": f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_DIGITS // 5):,} bytes of fitness, then "
                             f"{-(-cfg.STEP_DIGITS // 5):,} bytes to every worker"}
     lines = [head, rule, *body[:-1], rule, body[-1], "", *(f"{name:12}{fact}" for name, fact in facts.items())]
@@ -85,15 +82,15 @@ def entropy(share):
 
 
 def trace(cfg, state, tokens):
-    """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
-    array. tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or
-    with "head" and `attention_statistics`; layer -1: outside the layers."""
+    """A dict for JSON: statistics of member 0 of the state's step (with unit trials: of the model) at one position of
+    its window, and of every weight array. tokens: the training data. parts: in the order of the forward pass,
+    {"layer", "name"} with `statistics`, or with "head" and `attention_statistics`; layer -1: outside the layers."""
     before, window = np.split(rules.windows(cfg, tokens, state.step, 0, 1)[0], [cfg.STATE_TOKENS])
     position = min(POSITION, cfg.SEQ_LEN - 1)
     parts = []
 
     def see(layer, name, values):
-        if name in ("Before", "Gated", "Attended", "Logits"):            # for the votes of noise on activations alone
+        if name in ("Attended", "Logits"):           # for the votes of unit trials alone
             return
         if name == "Weights":
             parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(weights[position])}
@@ -101,22 +98,24 @@ def trace(cfg, state, tokens):
         else:
             parts.append({"layer": layer, "name": name, **statistics(values[position])})
 
-    clean, on_weights = Reading(cfg, state), cfg.PERTURB == "weights"
-    member = Reading(cfg, state, state.seed, int(on_weights), see, not on_weights)
+    on_weights = cfg.PERTURB == "weights"
+    clean, member = Reading(cfg, state), Reading(cfg, state, state.seed, int(on_weights), see)
     if cfg.STATE_TOKENS:
         clean.hidden(before)
         member.carried = clean.carried
     member.hidden(window[:position + 1])
     weights = [{"layer": t.layer if t.per_layer else -1, "name": t.name,
                 **statistics(state.weights[t.span])} for t in parameters.tensors(cfg)]
-    return {"step": state.step, "member": 0, "position": position, "parts": parts, "weights": weights}
+    return {"step": state.step, "member": 0 if on_weights else None, "position": position, "parts": parts,
+            "weights": weights}
 
 
 # --- for people and for programs -------------------------------------------------------------------------------------
 
 def describe(traced):
     """[str]: the lines of a trace, a table of values and one of attention; layer -1: outside the layers."""
-    lines, tables = [f"step {traced['step']}, member 0, position {traced['position']}"], {}
+    of = "" if traced["member"] is None else "member 0, "
+    lines, tables = [f"step {traced['step']}, {of}position {traced['position']}"], {}
     for part in traced["parts"] + traced["weights"]:
         cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in part.values()]
         tables.setdefault(tuple(part), []).append(cells)

@@ -79,8 +79,9 @@ egg_island_taken_total        peers            taken              name
 """
 
 
-class Where(namedtuple("Where", "host port password tls")):
-    """The address of the page, and who may see it. password: "" for everybody; tls: an ssl.SSLContext or None."""
+class Where(namedtuple("Where", "host port password tls insecure", defaults=[False])):
+    """The address of the page, and who may see it. password: "" for everybody; tls: an ssl.SSLContext or None;
+    insecure: under any name, as behind a proxy."""
 
     def attach(self, coordinator):
         """The Page of a coordinator. Raises WatchError."""
@@ -96,7 +97,7 @@ def where(address, access):
         raise auth.AuthError(f"--http {host}:{port} would show the run, or the password, to anybody on the network: "
                              f"look at it through `ssh -L {port}:localhost:{port}` with --http {port}, or give a "
                              "secret and TLS, or --insecure on a network where everybody is trusted")
-    return Where(host, port, auth.page_password(access.secret), None if local else access.tls)
+    return Where(host, port, auth.page_password(access.secret), None if local else access.tls, access.insecure)
 
 
 def figures(coordinator):
@@ -121,8 +122,11 @@ class View(Curve):
         self.newest = {}
 
     def add(self, event, line=None):
+        of = self.of
         super().add(event)
         kind = event["event"]
+        if self.of != of:                                    # earlier figures were of another text
+            self.newest.pop("best_validation", None)
         if kind in SHOWN:
             self.newest[f"last_{kind}"] = {**event.get("numbers", {}), **event}          # of a reward
         if kind in BETTER:
@@ -241,16 +245,18 @@ class Client(BaseHTTPRequestHandler):
 
     def do_GET(self):
         page = self.server
-        host, _, password, _ = page.where
-        if auth.is_loopback(host) and not LOCAL.fullmatch(self.headers["Host"] or ""):
-            self.send_error(403, "this page is for the machine it runs on: ask for it as localhost")
+        host, _, password, _, insecure = page.where
+        path = "/" + self.path.partition("?")[0].rpartition("/")[2]          # a proxy may leave its prefix there
+        if auth.is_loopback(host) and not insecure and not LOCAL.fullmatch(self.headers["Host"] or ""):
+            self.send_error(403, "this page is for the machine it runs on: ask for it as localhost, or behind a proxy, "
+                                 "as of JupyterHub, start with --insecure")
         elif password and not self._knows(password):
             self.send_error(401, "any name will do; the coordinator prints the password when it starts")
-        elif self.path not in page.bodies:
+        elif path not in page.bodies:
             self.send_error(404, "there is /, /state.json and /metrics")
         else:
-            page.looked |= self.path == "/state.json"
-            kind, body = page.bodies[self.path]
+            page.looked |= path == "/state.json"
+            kind, body = page.bodies[path]
             self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", len(body))

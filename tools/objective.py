@@ -1,4 +1,4 @@
-"""Rewards: what a Python function of the user thinks of what members write (SPEC 22, docs/OBJECTIVES.md).
+"""Rewards: what a Python function of the user thinks of what the model writes (SPEC 22, docs/OBJECTIVES.md).
 
 A file of --objective has a reward function of the form of TRL: reward(prompts, completions, **columns) takes lists of
 one length and returns as many numbers, more is better, or None for a text that it does not judge. Optional in the file:
@@ -10,15 +10,16 @@ further columns; TOKENS to write after a prompt; STOP, a text that ends a comple
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import inspect
 import io
 import itertools
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -30,9 +31,11 @@ from numbers import Real
 
 import numpy as np
 
-from egg_config import EggError, explained
+from cluster.console import STOPPING, clean
+from egg_config import EggError, OwnFolders, UsageError, explained, sha256_of, take_out
 from engine import hardware
-from model import activations, data_files, rules, steps
+from model import data_files, rules, steps
+from model.rewards import advantages, is_text, text_draws, text_loss, text_windows
 from model.steps import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
@@ -44,6 +47,8 @@ LONGEST = 1024               # tokens of a prompt and all that follows
 MOST_TURNS = 64
 MOST_REWARD = 1 << 30
 NO_END = (1 << 31) - 1       # max_steps of a run without --steps
+TRIES = 3                    # of a function that fails, or does not judge a text: it may now and then
+FILES = 16                   # that a file imports or reads and that are compared, at most
 LOGGED = 16                  # most columns of the texts of a measurement that are kept
 SHOWN = 4                    # of the best of these texts, and of others
 # what a reward function gets beside the columns of DATA, as of TRL
@@ -52,6 +57,10 @@ OURS = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "
 
 class ObjectiveError(EggError):
     """About a file of --objective or what its function returns."""
+
+
+class WrongFile(ObjectiveError, UsageError):
+    """About a file of --objective that cannot be read, or that is another one."""
 
 
 class Prompts(namedtuple("Prompts", "rows tokens lengths")):
@@ -66,14 +75,13 @@ class Prompts(namedtuple("Prompts", "rows tokens lengths")):
 def read(path):
     """({name: value}, {name: (weight, function)}): what the file defines, as a module of its name, and what of it
     judges. Raises ObjectiveError for a file that has an error or no such function."""
-    with explained(ObjectiveError, path, "give --objective the path of a Python file"), open(path, "rb") as file:
+    with explained(WrongFile, path, "give --objective the path of a Python file"), open(path, "rb") as file:
         source = file.read()
     place, name = os.path.abspath(path), os.path.splitext(os.path.basename(path))[0]
     if name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", place) != place:
         name = f"objective_{name}"                   # another module has this name
     sys.modules[name] = module = types.ModuleType(name)      # where pickle and dataclasses look for it
     module.__file__ = place
-    sys.path.append(os.path.dirname(place))          # what lies beside it can be imported, also by processes of its own
     names = vars(module)
     try:
         exec(compile(source, place, "exec"), names)
@@ -85,20 +93,39 @@ def read(path):
     return names, _judging(path, names)
 
 
+@contextlib.contextmanager
+def _at_home(path):
+    """A block in which what lies beside a file can be imported, also by the name of a folder of egg, and by processes
+    of its own."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.meta_path.remove(OwnFolders)
+    ours = take_out(True)
+    try:
+        yield
+    finally:
+        take_out(False)
+        sys.modules.update(ours)
+        sys.meta_path.insert(0, OwnFolders)
+        del sys.path[0]
+
+
 def _judging(path, names):
-    """{name: (weight, function)} of those that judge: the ones of WEIGHTS, a dict, or a list in their order; else
-    `reward`, or the only one that takes completions. Raises ObjectiveError."""
+    """{name: (weight, function)} of those that judge: the ones of WEIGHTS, a dict, or a list in their order; else those
+    of reward_funcs, `reward`, or the only one that takes completions. Raises ObjectiveError."""
     takes = [key for key, value in names.items() if key[0] != "_" and "completions" in _parameters(value)]
     own = [key for key in takes if getattr(names[key], "__module__", None) == names["__name__"]]
     takes = own or takes                             # else they are imported
-    weights = names.get("WEIGHTS", dict.fromkeys(["reward"] if callable(names.get("reward")) else takes, 1))
+    listed = [getattr(function, "__name__", "") for function in names.get("reward_funcs", ())]
+    takes = listed or takes
+    alone = not listed and callable(names.get("reward"))
+    weights = names.get("WEIGHTS", dict.fromkeys(["reward"] if alone else takes, 1))
     if isinstance(weights, (list, tuple)):
         weights = dict(itertools.zip_longest(takes, weights))
-    if not (isinstance(weights, dict) and (len(weights) == 1 or weights and "WEIGHTS" in names) and all(
+    if not (isinstance(weights, dict) and (len(weights) == 1 or weights and (listed or "WEIGHTS" in names)) and all(
             callable(names.get(key)) and isinstance(weight, Real) for key, weight in weights.items())):
         raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), which returns a list of "
                              f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), "
-                             "nor WEIGHTS = {name: weight} of several")
+                             "nor WEIGHTS = {name: weight} or reward_funcs of several")
     return {key: (weight, names[key]) for key, weight in weights.items()}
 
 
@@ -108,6 +135,18 @@ def _parameters(function):
         if not inspect.isclass(function):
             return inspect.signature(function).parameters
     return {}
+
+
+def files_of(path, opened):
+    """{name: digest} of FILES of the files that lie beneath the directory of an objective, or the present one: what it
+    imports and reads, which all workers need alike. opened: paths."""
+    place, files = os.path.dirname(os.path.abspath(path)), {}
+    for file in opened:
+        with contextlib.suppress(ValueError, OSError):       # no .pyc of a source; it is gone
+            file = importlib.util.source_from_cache(file) if file.endswith(".pyc") else file
+            if file.startswith((place, os.getcwd())) and not file.startswith(sys.prefix):
+                files[os.path.relpath(file, place)] = sha256_of(file)[:16]
+    return dict(sorted(files.items())[:FILES])
 
 
 def _said(error):
@@ -125,14 +164,7 @@ def _rows(path, names, name):
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
         with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, "rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-        value = []
-        for number, line in lines:
-            try:
-                value.append(json.loads(line))
-            except ValueError as error:
-                raise ObjectiveError(f"{place}:{number}: {getattr(error, 'msg', error)}: every line is to be a JSON "
-                                     "object") from None
+            value = [row for _, row in data_files.json_lines(place, file.read(), ObjectiveError)]
     if not (isinstance(value, list) and value):
         raise ObjectiveError(f"{place}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name "
                              "of a JSON-lines file of such")
@@ -171,33 +203,68 @@ def _windows(tokens, starts):
 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
-def judged(functions, texts, loop, state):
+def judged(functions, texts, loop, state, tries=TRIES):
     """(answers, {name: [value of each text]}): the rewards, None for a text that is not judged, by functions {name:
     (weight, function)}, or what `reply` replies, None at the end of a dialogue; and what is logged of each text. Each
-    function gets of `texts`, a dict of lists, what it takes; as with TRL. loop: for asynchronous ones; state: as
-    trainer_state. Raises ObjectiveError."""
+    function gets of `texts`, a dict of lists, what it takes; as with TRL. loop: for asynchronous ones, which run
+    together; state: as trainer_state. What fails is tried again, as are texts that are not judged. Raises
+    ObjectiveError."""
+    try:
+        answers, columns = _judged_once(functions, texts, loop, state)
+    except ObjectiveError:
+        if tries == 1:
+            raise
+        return judged(functions, texts, loop, state, tries - 1)
+    missing = [i for i, answer in enumerate(answers) if answer is None]
+    if missing and tries > 1 and "reply" not in functions:
+        left = {name: [values[i] for i in missing] for name, values in texts.items()}
+        for i, late in zip(missing, judged(functions, left, loop, state, tries - 1)[0]):
+            answers[i] = late
+    return answers, columns
+
+
+@contextlib.contextmanager
+def _blamed(name):
+    """What a block raises becomes an ObjectiveError about this function."""
+    try:
+        yield
+    except BaseException as error:                   # also SystemExit
+        last = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        hint = ": completions are texts here, not lists of messages" * bool(re.search("[\"'](content|role)[\"']", last))
+        raise ObjectiveError(f"{name} raised {_said(error)}{hint}") from error
+
+
+def _judged_once(functions, texts, loop, state):
     count, columns, answers = len(texts["prompts"]), {}, {}
 
     def log_extra(name, values):
         if len(values) != count:
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
-        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else str(x)[:100]
-                                   for x in values]
+        columns[clean(str(name)[:64])] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else clean(str(x)[:100])
+                                          for x in values]
 
     def log_metric(name, value):
         log_extra(name, [value] * count)
 
-    passed = {**texts, "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
+    lists = pickle.dumps(texts)
     for name, (_, function) in functions.items():
+        # each has lists of its own, which it may empty
+        passed = {**pickle.loads(lists), "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-        try:
-            answer = function(**{key: values for key, values in passed.items() if every or key in takes})
-            if inspect.isawaitable(answer):
-                answer = loop.run_until_complete(answer)
-        except BaseException as error:               # also SystemExit
-            raise ObjectiveError(f"{name} raised {_said(error)}") from error
-        answers[name] = _checked(name, answer, count)
+        with _blamed(name):
+            answers[name] = function(**{key: values for key, values in passed.items() if every or key in takes})
+
+    async def finish(name):
+        with _blamed(name):
+            answers[name] = await answers[name]
+
+    async def together(names):
+        await asyncio.gather(*map(finish, names))
+
+    if names := [name for name, answer in answers.items() if inspect.isawaitable(answer)]:
+        loop.run_until_complete(together(names))
+    answers = {name: _checked(name, answer, count) for name, answer in answers.items()}
     if "reply" in functions:
         return answers["reply"], {}
     sums = []
@@ -228,11 +295,16 @@ def _judge(path, name, max_steps, pipe):
     """The main function of a process that judges. It takes (a dict of lists, the step), and gives (answers, columns,
     what was printed), the first time when it has loaded the file, or a str, the error."""
     os.setpgid(0, 0)                                 # so that what the function starts ends with this process
+    for number in STOPPING:                          # what it starts can be stopped, as in any program; no Ctrl-C here
+        signal.signal(number, (lambda *_: None) if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout = printed = io.StringIO()
     loop = asyncio.new_event_loop()                  # one for all calls, as with TRL: the locks of a file belong to it
     asyncio.set_event_loop(loop)
+    stack = contextlib.ExitStack()                   # to the end of the process
     try:
+        stack.enter_context(_at_home(path))
         names, functions = read(path)
         functions = {name: (1, names[name])} if name == "reply" else functions
         answers = [], {}
@@ -300,7 +372,8 @@ class Judge:
         """[float or None] or [str or None]: the rewards of what was handed out, or the replies; [] for nothing. Raises
         ObjectiveError."""
         rewards, started, self.columns = [], time.perf_counter(), {}
-        for pipe, a, b in self._busy:
+        busy, self._busy, problem = self._busy, [], None
+        for pipe, a, b in busy:
             try:
                 if not pipe.poll(max(self._until - time.monotonic(), 0)):
                     raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s: give "
@@ -310,14 +383,16 @@ class Judge:
                 raise ObjectiveError(f"{self._path}: a process that judges has ended: does {self._name} end Python, or "
                                      "need more memory than there is?") from None
             if isinstance(answers, str):
-                raise ObjectiveError(answers)
+                problem = problem or answers
+                continue
             values, columns, printed = answers
             rewards += values
             for name, column in columns.items():
-                self.columns.setdefault(name, [None] * self._busy[-1][2])[a:b] = column
+                self.columns.setdefault(name, [None] * busy[-1][2])[a:b] = column
             self._first = self._first or printed.partition("\n")[0]
             self._lines += printed.count("\n")
-        self._busy = []
+        if problem:
+            raise ObjectiveError(problem)
         self.waited += time.perf_counter() - started
         return rewards
 
@@ -345,25 +420,36 @@ class Judge:
 def statistics(texts, rewards, each=1):
     """{name: number} of texts and their rewards (None: not judged), for people. each: how many follow the same prompt;
     prompts_differ: the share of the prompts after which rewards differ, where there are several."""
-    earned = [reward for reward in rewards if reward is not None] or [0.0]
+    earned = [reward for reward in rewards if reward is not None]
     differ = [len(set(rewards[i:i + each]) - {None}) > 1 for i in range(0, len(rewards), each)]
-    return {"texts": len(texts), "mean": math.fsum(earned) / len(earned), "deviation": float(np.std(earned)),
-            "lowest": min(earned), "highest": max(earned), "distinct_texts": len(set(texts)),
+    mean = {"mean": math.fsum(earned) / len(earned), "deviation": float(np.std(earned)), "lowest": min(earned),
+            "highest": max(earned)} if earned else {}
+    return {"texts": len(texts), **mean, "distinct_texts": len(set(texts)),
             "distinct_words": len(set(" ".join(texts).split())),
             **({"prompts_differ": sum(differ) / len(differ)} if each > 1 else {})}
+
+
+def told(prompt, completion, reward):
+    """str: a text and what it earns."""
+    return f"{prompt} >>> {completion} ({'not judged' if reward is None else f'reward {reward:.4f}'})"
 
 
 # --- the objective of a worker ---------------------------------------------------------------------------------------
 
 class Objective:
     """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
-    of VAL_FILE or None. Raises ObjectiveError."""
+    of VAL_FILE or None; files: see `files_of`. Raises ObjectiveError."""
 
     seconds = waited = 0.0     # that chunks have taken, and of these the wait for the judge
+    _reads_rows = False        # whether a reward has differed with another row of DATA
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
-        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
+        opened = {}
+        sys.addaudithook(lambda event, about: event == "open" and about[1] in ("r", "rb", "rt")
+                         and opened.setdefault(os.path.abspath(str(about[0]))))
+        with _at_home(path), contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):    # a judge shows it
             names, _ = read(path)
+        self.files = files_of(path, [*opened])
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, names, "TOKENS", 64, 1, LONGEST - 1)
@@ -487,11 +573,11 @@ class Objective:
         return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
     def texts(self, engine, first, check):
-        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its groups from number
+        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its windows from number
         `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
         cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        choices, seeds = activations.text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        choices, seeds = text_draws(cfg, engine.seed, first, cfg.CHUNK_SIZE)
         each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
         sequences, own, earned = [], [], []
         for at in range(0, len(seeds), each):
@@ -505,18 +591,17 @@ class Objective:
         return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
-        """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
+        """(packed digits, sum of losses) of the chunk that begins with window `first`: it votes from the data or from
         the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        if activations.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+        if is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
             packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
-            loss = activations.text_loss(cfg, engine.step, loss)
+            loss = text_loss(cfg, engine.step, loss)
         else:
-            group, loss = first // cfg.GROUP_SIZE, 0
-            sequences, own, earned = self.texts(engine, group, check)
-            windows = activations.text_windows(sequences, own, activations.advantages(cfg, earned))
+            loss, (sequences, own, earned) = 0, self.texts(engine, first, check)
+            windows = text_windows(sequences, own, advantages(cfg, earned))
             if len(windows[0]):
-                packed = engine.vote(group, *windows, self.temperature)
+                packed = engine.vote(first, *windows, self.temperature)
             else:                                    # equal rewards are no votes
                 packed = steps.pack_digits(np.zeros(cfg.CHUNK_DIGITS, np.int8))
         self.seconds += time.perf_counter() - started
@@ -526,14 +611,17 @@ class Objective:
     @property
     def texts_a_step(self):
         """That are judged, of all workers, in the mean."""
-        return round(self.cfg.POPULATION_SIZE // self.cfg.GROUP_SIZE * (1 - self.cfg.TEXT_SHARE))
+        return round(self.cfg.POPULATION_SIZE * (1 - self.cfg.TEXT_SHARE))
 
     def measured(self, engine):
         """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the
         unperturbed model; the same draws every time."""
         texts, rewards = self.judged(engine, self.held_out)
         prompts, completions = texts["prompts"], texts["completions"]
-        numbers = statistics(completions, rewards)
+        columns, whole = dict(itertools.islice(self.judge.columns.items(), LOGGED)), " ".join(completions)
+        numbers = {**statistics(completions, rewards), "words_a_text": len(whole.split()) / len(completions),
+                   "letters_a_text": sum(map(str.isalpha, whole)) / len(completions),
+                   **self._with_other_rows(texts, rewards, engine.step)}
         if self.learnt:
             written = [text for part, _ in self.learnt for text in part]
             earned = [reward for _, part in self.learnt for reward in part]
@@ -542,17 +630,29 @@ class Objective:
         if self.seconds:
             numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds,
                            written_a_step=self.texts_a_step * self.write * self.turns)
-        columns = dict(itertools.islice(self.judge.columns.items(), LOGGED))
         for name, column in columns.items():
             if values := [x for x in column if isinstance(x, float)]:
                 numbers[f"logged_{name}"] = math.fsum(values) / len(values)
         names = ["prompt", "completion", "reward", *columns]
-        rows = [dict(zip(names, (prompt[-200:], text[:1000], *values)))
+        rows = [dict(zip(names, (clean(prompt[-200:]), clean(text[:1000]), *values)))
                 for prompt, text, *values in zip(prompts, completions, rewards, *columns.values())]
         best = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
-        return numbers.pop("texts"), numbers.pop("mean"), {
+        return numbers.pop("texts"), numbers.pop("mean", None), {
             "numbers": numbers, "completions": best[:SHOWN] + rows[::-(-len(rows) // SHOWN)],
             "news": "\n".join(line for judge in (self.judge, self.other) if judge for line in judge.news())}
+
+    def _with_other_rows(self, texts, rewards, step):
+        """{"with_other_rows": the mean reward of the same texts with the prompts and columns of other rows}; {} while
+        that makes no difference to any text."""
+        turn = len(set(self.held_out.rows.tolist())) // 2
+        others = {name: values if name.startswith("completion") else values[turn:] + values[:turn]
+                  for name, values in texts.items()}
+        with contextlib.suppress(ObjectiveError):    # it may need texts that belong to their rows
+            earned = self.judge.answers(others, step) if turn else rewards
+            self._reads_rows |= earned != rewards
+            if self._reads_rows:
+                return {"with_other_rows": statistics([], earned).get("mean", 0.0)}
+        return {}
 
     def measure_seen(self, engine):
         """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
@@ -564,8 +664,7 @@ class Objective:
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
         texts, (reward,) = self.judged(engine, self.held_out.part([number % len(self.held_out.rows)]))
-        earned = "not judged" if reward is None else f"reward {reward:.4f}"
-        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} ({earned})"
+        return told(texts["prompts"][0], texts["completions"][0], reward)
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt, and reply to the prompt. Raises ObjectiveError."""

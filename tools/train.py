@@ -8,18 +8,22 @@ import socket
 import time
 from collections import namedtuple
 
+import numpy as np
+
 import egg_net
 from cluster import auth
 from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, UsageError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, loss_unit, sha256_of
 from engine import hardware
 from model import data_files, parameters
 
 RESTARTS = 3               # of a worker process, before training gives up
 FINAL_SECONDS = 30.0       # limit for the workers to apply the last update, and for one to measure and send its state
 LEAVE_SECONDS = 5.0        # limit for each of them to end
-SLOW_SECONDS = 30.0        # a first step that takes longer on a CPU gets advice
+SLOW_STEP = 60.0           # seconds; a longer step gets advice
+SLICE_SECONDS = 0.3        # least time of an evaluation that is measured
+FEW_STEPS = 50             # after fewer nobody can judge
 COMPILING = "(once; about 15 s)"
 
 
@@ -38,11 +42,16 @@ def open_data(cfg, console=None):
     def warn(line):
         console.line("warning: " + line)
 
-    decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
              "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
-    return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
+    try:
+        decoding, tokens = data_files.load_decoding(cfg, warn), data_files.open_tokens(cfg, cfg.INPUT_FILE)
+        if decoding:
+            data_files.need_decodable(tokens, cfg.INPUT_FILE, decoding, cfg.DECODING_FILE)
+        return Data(tokens, data_files.open_validation(cfg, decoding, warn), decoding)
+    except data_files.DataError as error:
+        raise data_files.UnusableData(str(error)) from None
 
 
 def print_references(cfg, data, console, emit=None):
@@ -53,8 +62,12 @@ def print_references(cfg, data, console, emit=None):
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} {units}\n"
-                 f"for comparison, in {data.validation.unit}: {_listed(references)}")
+    count, known = data.validation.windows[:, 1:].size, data.validation
+    console.line(f"{cfg.VAL_FILE}: validation on {count:,} {units}\n"
+                 f"for comparison, in {known.unit}: {_listed(references)}: a table of pairs, the mark to beat")
+    if known.unit not in (unit := loss_unit(cfg.constants())[1]):
+        console.line(f"loss is in {unit}, as windows are cut in tokens; val in {known.unit}: a token has "
+                     f"{known.n_bytes / count:.2f} bytes")
     if emit:
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
     return references
@@ -74,16 +87,49 @@ def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
         raise hardware.EngineError(str(error)) from None
 
 
+def measure(cfg, log):
+    """Tells the pace of the CPU, without data."""
+    start_engine(cfg, Data(np.arange(1 << 16, dtype=np.uint32) % cfg.VOCAB_SIZE, None, None), "cpu", None, log)
+
+
 def start_engine(cfg, data, device, threads, log):
-    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
-    about compiling. Raises EngineError."""
+    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines.
+    Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) \
         + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
     engine = make_engine(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
+        if not cfg.OBJECTIVE:                        # whose texts take their own time
+            tell_pace(cfg, engine, log)
     return engine
+
+
+def few(cfg, engine):
+    """(members or windows, seconds that their evaluation takes): SLICE_SECONDS long, or a chunk."""
+    count, seconds = 1, 0.0
+    while seconds < SLICE_SECONDS and count < cfg.CHUNK_SIZE:
+        count = min(2 * count, cfg.CHUNK_SIZE)       # the first evaluation also makes the table of soft targets
+        seconds = min(seconds_of(lambda: engine.evaluate(0, count)) for _ in range(2))
+    return count, seconds
+
+
+def seconds_of(run):
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def tell_pace(cfg, engine, log):
+    """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
+    count, seconds = few(cfg, engine)
+    seconds *= cfg.POPULATION_SIZE / count
+    log(f"a step of {cfg.POPULATION_SIZE:,} {'models' if cfg.PERTURB == 'weights' else 'windows'} takes about " + (
+        f"{seconds:.2g} s here" if seconds < SLOW_STEP else
+        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
+    if "vnni" not in engine.name and cfg.SIMD == "auto":
+        log("this processor has no VNNI instructions: int8 products take two to three times as long")
 
 
 @contextlib.contextmanager
@@ -95,9 +141,9 @@ def opened_objective(cfg, path, data, processes=None, steps=None):
         return
     from tools import objective
     advice = "the file of --objective must be on the disk of this machine"
-    with explained(objective.ObjectiveError, path, advice):
+    with explained(objective.WrongFile, path, advice):
         if cfg.OBJECTIVE not in ("", sha256_of(path)):
-            raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
+            raise objective.WrongFile(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
     with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out, processes,
@@ -133,24 +179,28 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
-    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("spent", texts for Console.spent), ("error", line). When the coordinator has closed, it
-    ends."""
+    """The main function of a worker process. Reports (kind, value) go through `pipe`: ("log", line), ("ready", name of
+    the engine), ("error", line). When the coordinator has closed, it ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
+    ready = False
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
+            ready = True
             console = Console(quiet=True)
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                                name=device, console=console, objective=judge)
     except BrokenPipeError:
         pass                                        # the parent has ended
-    except EggError as error:
+    except Exception as error:
+        if ready and not isinstance(error, EggError):
+            raise                                   # it may be chance: the parent starts another one
+        kind = "" if isinstance(error, EggError) else f"the worker on {device}: {type(error).__name__}: "
         with contextlib.suppress(BrokenPipeError):
-            pipe.send(("error", str(error)))
+            pipe.send(("error", kind + " ".join(str(error).split())))
 
 
 class Child:
@@ -197,11 +247,10 @@ class Training:
         waited = f"{seconds:.0f} s"
         if not any(child.ready for child in self.children):
             self.console.progress(f"starting: {self.status} {waited}")
-        elif self.coordinator.progress.loss is None:
+        elif not self.coordinator.progress.seconds:
             done = len(self.coordinator.dispatcher.work.done)
-            slow = seconds > SLOW_SECONDS and self.children[0].device == "cpu"
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
-                                  "the start" + slow * " (faster: a GPU, --preset laptop, a smaller POPULATION_SIZE)")
+                                  "the start")
 
     def _handle(self, child, kind, value):
         match kind:
@@ -209,7 +258,7 @@ class Training:
                 raise TrainError(value)
             case "log":
                 self.status = value
-                self.console.line(f"starting: {value} {COMPILING}")
+                self.console.line(f"starting: {value} {COMPILING}" if value.endswith("...") else value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -218,8 +267,8 @@ class Training:
         code = child.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         child.deaths += 1
-        if child.deaths > RESTARTS:
-            raise TrainError(f"the worker on {child.device} {how}, for the {child.deaths}th time; "
+        if child.deaths > RESTARTS or code > 0 and not child.ready:      # what fails at the start would do so again
+            raise TrainError(f"the worker on {child.device} {how}{f', {child.deaths} times' * (child.deaths > 1)}; "
                              f"the {self.coordinator.run.step} completed steps are kept")
         self.console.line(f"the worker on {child.device} {how}: starting it again")
         child.pipe.close()
@@ -281,6 +330,8 @@ def _sum_up(coordinator, references):
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
         console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
+        if coordinator.run.step < FEW_STEPS:
+            console.line(f"{coordinator.run.step} steps are too few to judge")
     if done.rewards:
         console.line(f"reward: {done.rewards[0][1]:.4f} before, {done.rewards[-1][1]:.4f} after, on held-out prompts")
 

@@ -13,7 +13,7 @@ import numpy as np
 from model import data_files, parameters, steps
 from cluster import history, snapshots
 from cluster.console import rewards_text
-from egg_config import DATA_FILES, EggError, explained
+from egg_config import DATA_FILES, EggError, UsageError, explained
 from tools import train
 
 EVAL_TOKENS = 1 << 16      # that are evaluated between two progress lines
@@ -31,7 +31,15 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None, s
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
     UseError, EngineError."""
-    with contextlib.closing(history.read_run(cfg, directory)) as run:
+    try:
+        run = history.read_run(cfg, directory)
+    except history.Damaged as damage:
+        state = snapshots.whole(cfg, directory, damage, step)
+        console.line(f"{damage}; here is its snapshot of step {state.step}")
+        engine = train.make_engine(cfg, None, device, threads)
+        engine.load(state)
+        return engine
+    with contextlib.closing(run):
         last = run.step if step is None else step
         if last > run.step:
             raise UseError(f"{directory} has only {run.step} steps")
@@ -97,7 +105,10 @@ def until(pieces, stops):
 
 def continuation(cfg, decoding, engine, text, count, seed, stops=(), **settings):
     """Yields the model's continuation of a text, both bytes, of `count` tokens, or up to the first of `stops` or to the
-    vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
+    vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg. Raises
+    UsageError."""
+    if b"" in stops or not text:
+        raise UsageError("the prompt is empty, or a text of --stop: give at least one character")
     tokens = engine.generate(data_files.encoded(cfg, decoding, text), count, seed, **settings)
     ends = [data_files.END] if data_files.END in decoding else []
     return until((decoding.decode([token]) for token in tokens), [*stops, *ends])
@@ -283,6 +294,7 @@ def read_config(path):
 def evaluate_objective(cfg, engine, path, console):
     """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
     and the best of its texts. Raises EggError."""
+    from tools import objective
     cfg = cfg.changed(OBJECTIVE="")                  # any file will do
     data = train.open_data(cfg, console)
     with train.opened_objective(cfg, path, data) as judge:
@@ -294,7 +306,7 @@ def evaluate_objective(cfg, engine, path, console):
         if shown["news"]:
             console.line(shown["news"])
         for text in shown["completions"]:
-            console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
+            console.line(objective.told(text["prompt"], text["completion"], text["reward"]))
 
 
 def begin(cfg, old, source, directory, threads, console, step):
@@ -312,7 +324,9 @@ def begin(cfg, old, source, directory, threads, console, step):
         state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
         old = cfg
     _begin(cfg, state, directory, old.ISLAND_SEED)
-    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
+    counts = f", and counts from step {state.step}" * (state.step != engine.step)
+    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}{counts}; {source} stays as "
+                 "it is")
 
 
 def _begin(cfg, state, directory, island_seed):
