@@ -195,12 +195,16 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # For minutes on one large GPU: 512 windows a step.
+    # For minutes on one large GPU: 512 windows a step. Queries and keys are as long as amax makes them, whatever their
+    # weights: SHIFT_ATTN makes their scores as large as those of a new float model. Muon moves the matrices between
+    # hidden units: with digits AdamW learns far less in four layers. Without decay the weights grow until units are cut.
+    # The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
     "best": dict(
         PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11, CHUNK_SIZE=512,
-        POPULATION_SIZE=512, USE_MUON=1, ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
-        LR_SCHEDULE="0:0.25, 300:0.2, 600:0.15, 1000:0.1, 2000:0.07",
+        POPULATION_SIZE=512, USE_MUON=1, MUON_LR_SCALE=5.0, ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.002,
+        LR_SCHEDULE="0:0.25, 100:0.232, 200:0.217, 400:0.194, 600:0.177, 800:0.164, 1000:0.153, 1500:0.134, 2000:0.12, "
+                    "3000:0.102, 4500:0.086, 7000:0.07, 10000:0.06",
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
@@ -680,7 +684,7 @@ def _derive(cfg):
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
-    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
+    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS + 5 * (cfg.PERTURB == "units")         # a byte: steps.join_digits
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

@@ -55,11 +55,12 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import gru, transformer, units, writing
+from kernels import gru, transformer, writing
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
+from kernels.units import Trials
 from model import integer_tables
 
 
@@ -83,11 +84,9 @@ class Forward:
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
-        self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "write": [self._write]}
-        self.trials = units.Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
-        if self.trials:
-            self.kernels["step"] = list(self.trials.kernels.values())
+        self.trials = Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
+        step = list(self.trials.kernels.values()) if self.trials else kernels.noisy
+        self.kernels = {"load": [packing.kernel], "step": step, "validate": kernels.clean, "write": [self._write]}
 
     def tables(self):
         """Uploads the constant tables."""

@@ -87,6 +87,7 @@ class Worker:
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
+        self.cooling = 0                     # of the step before (model.steps)
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
 
@@ -176,7 +177,8 @@ class Worker:
         self.done[first] = packed
         if len(self.done) == self.cfg.N_CHUNKS:
             chunks = [self.done[first] for first in sorted(self.done)]
-            self._begin_update(steps.join_digits(chunks, self.cfg.CHUNK_DIGITS))
+            # most steps are cooled as the one before; else the update is begun again
+            self._begin_update(steps.join_digits(self.cfg, chunks, self.cooling))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed = 0
@@ -214,6 +216,7 @@ class Worker:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
         self.changed = self.engine.update(packed)
+        self.cooling = packed[-1]
         self.digest = None
         self.done = {}
 
@@ -568,7 +571,7 @@ class Coordinator:
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
         self.cfg, self.run, self.peers = cfg, run, peers
-        self.steps, self.minutes = steps, minutes
+        self.steps, self.minutes, self._first = steps, minutes, run.step
         self.console, self.events, self.access = console, events, access
         self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self._undecided = set()                      # steps at which workers wait for a majority of their states
@@ -591,6 +594,13 @@ class Coordinator:
         started = self.progress.started
         return (self.progress.enough or self.steps is not None and self.run.step >= self.steps
                 or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
+
+    def _cooling(self):
+        """That of the step that ends (steps.cooling_at)."""
+        begun, started = self._first, self.progress.started
+        of_steps = (self.run.step - begun) / max(1, self.steps - begun) if self.steps is not None else 0
+        of_time = (time.monotonic() - started) / (60 * self.minutes) if self.minutes and started else 0
+        return steps.cooling_at(max(of_steps, of_time))
 
     def poll(self, timeout=TICK):
         self.hub.poll(0 if self.dispatcher.busy else timeout)
@@ -760,9 +770,10 @@ class Coordinator:
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
         reads_text = any(map(self.dispatcher.votes_from_text, work.done))
-        self.run.append(work.fitness(), sum_loss, self.progress.updates)
+        fitness = work.fitness(self._cooling())
+        self.run.append(fitness, sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, sum_loss if reads_text else None)
+        self._ended = self.progress.complete_step(step, sum_loss if reads_text else None, fitness)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()

@@ -14,6 +14,7 @@ from cluster.console import count_text, one_line, path_text, printable, rewards_
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
 from cluster.wire import FrameError, STATUS, V2, read_json
+from model import steps
 
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
 WORKERS, BANS = 2000, 100  # in a status, at most: they fit a frame
@@ -25,6 +26,7 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
+LEARNT = 300               # steps after which a model is better than a table of single tokens
 RISEN = 0.15               # bits that language may lose to rewards before advice is due
 AS_HIGH = 0.1              # share by which the reward with other rows is less, where the prompt does not matter
 # {figure beside the reward: what it is called when that halves, what to change}
@@ -45,6 +47,7 @@ class Progress:
     speed = 0.0
     _written = 0               # tokens a step, for rewards
     target = patience = None   # validations that end the run: one this good, so many in a row without a better one
+    unigram = 0.0              # the validation of a table of single tokens, where it is known
     enough = ""                # why they have ended it, for the last line
     _worse = 0
 
@@ -86,13 +89,13 @@ class Progress:
         return {"step": step, "tokens": step * self.tokens_a_step,
                 "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
 
-    def complete_step(self, step, sum_loss):
-        """The fields of the event of a completed step."""
+    def complete_step(self, step, sum_loss, fitness):
+        """The fields of the event of a completed step, whose packed digits are `fitness`."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
         self.speed = (self.tokens_a_step + self._written) / seconds
         return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
+                "learning_rate": steps.learning_rate(self.cfg, step, fitness), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 
@@ -114,6 +117,11 @@ class Progress:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
                 self.enough = f", by --patience {self._worse}: no validation was better than that of step {at}"
+            if step >= LEARNT and best > self.unigram > 0 and "unigram" not in self._advised:
+                self._advised.add("unigram")
+                self.events.warn(f"step {step}: the model is no better than a table of single tokens, {best:.3f} to "
+                                 f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other SHIFT_* "
+                                 "constants or a smaller model")
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")

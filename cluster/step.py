@@ -55,9 +55,9 @@ class Step:
     def complete(self):
         return len(self.done) == self.cfg.N_CHUNKS
 
-    def fitness(self):
-        """bytes: the packed digits of all chunks, once the step is complete."""
-        return steps.join_digits([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
+    def fitness(self, cooling=0):
+        """bytes: the packed digits of all chunks, once the step is complete. cooling: see steps.join_digits."""
+        return steps.join_digits(self.cfg, [self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], cooling)
 
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the

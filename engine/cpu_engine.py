@@ -219,6 +219,7 @@ class CpuEngine:
         the step (bytes, model.steps)."""
         self._stop()
         cfg = self.cfg
+        self._rate = steps.learning_rate(cfg, self.step, fitness)
         if self._units:
             sums = self._units.digit_sums(fitness)
             votes = (sums[t.span] for t in self._tensors)
@@ -248,7 +249,7 @@ class CpuEngine:
         row = self._table[t.param, t.layer]
         changed_rows, changed_cols = (np.zeros(n if cfg.ADAPTIVE_NOISE_MODE else 0, np.uint8) for n in (t.rows, t.cols))
         group = 4 if t.matrix else 1
-        o = rules.update_constants(cfg, cfg.learning_rate(self.step), t)
+        o = rules.update_constants(cfg, self._rate, t)
         if o.rule == rules.MUON and votes.ndim == 1:
             votes = parameters.from_canonical(votes, t.cols)
         x = self._muon_direction(o, t, row, votes) if o.rule == rules.MUON else np.empty((0, 0), np.float32)

@@ -15,7 +15,7 @@ from model.rules import ADAMW, MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
 MOVED = 256                 # weights that AdamW moves in vectors
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
-TOGETHER = 16               # windows that a thread reads together: in the recurrent model they fill two tiles
+WINDOWS_TOGETHER = 16               # windows that a thread reads together: in the recurrent model they fill two tiles
 # What was read of windows: their Kept; tokens int32 [n]; loss: int
 Reading = namedtuple("Reading", "kept tokens loss")
 
@@ -115,7 +115,7 @@ class UnitVotes:
 
     def together(self, count):
         """The number of windows, of this many, that are read together."""
-        return max(1, min(TOGETHER, -(-count // self._threads)))
+        return max(1, min(WINDOWS_TOGETHER, -(-count // self._threads)))
 
     def _sums(self, memory):
         """{tensor: its sums} in int32 memory."""
@@ -220,7 +220,7 @@ class UnitVotes:
         steps.check_digits."""
         cfg = self.cfg
         steps.check_digits(fitness, cfg.STEP_DIGITS)
-        packed, sums = np.frombuffer(fitness, np.uint8).reshape(cfg.N_CHUNKS, -1), np.zeros(cfg.CHUNK_DIGITS, np.int32)
+        packed, sums = np.frombuffer(fitness[:-1], np.uint8).reshape(cfg.N_CHUNKS, -1), np.zeros(cfg.CHUNK_DIGITS, np.int32)
         self._spread(packed.shape[1], packed.size, add_digits, packed, sums)
         return sums
 

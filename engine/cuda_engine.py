@@ -665,8 +665,8 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
-        lr = cfg.learning_rate(self.step)
+        self._given_fitness[:] = np.frombuffer(fitness, np.uint8, self._given_fitness.size)
+        lr = steps.learning_rate(cfg, self.step, fitness)
         if lr != self._rate:
             rates = [rules.update_constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)

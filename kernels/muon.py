@@ -13,12 +13,13 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 from numba.cuda import libdevice
 
-from kernels.parts import A2, A32, F1, F2
+from kernels import ptx
+from kernels.parts import A2, A32, F1, F2, int32s
 from model import parameters, rules
 
-TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
+TILE = 128                  # rows and columns of a block's outputs, 8 x 8 a thread of 16 x 16
 DEPTH = 16                  # values of k in its shared memory
-PITCH = TILE + 1            # floats of a k there: no bank twice
+PITCH = TILE + 4            # floats of a k there: few banks twice, fours are aligned
 OPERAND = DEPTH * PITCH
 THREADS = 256
 # columns of Work.matrices
@@ -97,9 +98,9 @@ def build(cfg):
         """The kernel of a product, as engine.cpu_votes.muon_panels: left . left^T of x, or fma(beta, square . right,
         alpha * right)."""
         def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
-            ours = cuda.shared.array(OPERAND, float32)
-            theirs = cuda.shared.array(OPERAND, float32)
-            acc = cuda.local.array((4, 4), float32)
+            ours = cuda.shared.array(OPERAND, float32, 16)
+            theirs = cuda.shared.array(OPERAND, float32, 16)
+            acc, factors, others = cuda.local.array((8, 8), float32), int32s(8), int32s(8)
             t = cuda.threadIdx.x
             matrix = tiles[cuda.blockIdx.x, 0]
             row, col = tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
@@ -108,8 +109,12 @@ def build(cfg):
             at = int64(matrices[matrix, AT_X]) if gram or wide else at_a
             depth, columns = (width, short) if gram else (short, width)
             at_left, at_out = (at, at_a) if gram else (at_a, at)
-            for i in range(4):
-                for j in range(4):
+            # a thread has rows 8 down + i; columns 4 right + j, and 64 further
+            down, right_ = t // 16, t % 16
+            at_ours = ptx.shared_address(ours, 0) + 32 * down
+            at_theirs = ptx.shared_address(theirs, 0) + 16 * right_
+            for i in range(8):
+                for j in range(8):
                     acc[i, j] = float32(0)
             for step in range(0, depth, DEPTH):
                 for n in range(TILE * DEPTH // THREADS):
@@ -124,14 +129,18 @@ def build(cfg):
                     theirs[k * PITCH + i] = x
                 cuda.syncthreads()
                 for k in range(DEPTH):
-                    for i in range(4):
-                        factor = ours[k * PITCH + t // 16 + 16 * i]
-                        for j in range(4):
-                            acc[i, j] = libdevice.fmaf_rn(factor, theirs[k * PITCH + t % 16 + 16 * j], acc[i, j])
+                    for half in range(2):
+                        a = ptx.load_shared4(int32(at_ours + k * (4 * PITCH) + 16 * half))
+                        b = ptx.load_shared4(int32(at_theirs + k * (4 * PITCH) + 256 * half))
+                        for e in range(4):
+                            factors[4 * half + e], others[4 * half + e] = a[e], b[e]
+                    for i in range(8):
+                        for j in range(8):
+                            acc[i, j] = libdevice.fmaf_rn(ptx.bits_float(factors[i]), ptx.bits_float(others[j]), acc[i, j])
                 cuda.syncthreads()
-            for i in range(4):
-                for j in range(4):
-                    r, c = row + t // 16 + 16 * i, col + t % 16 + 16 * j
+            for i in range(8):
+                for j in range(8):
+                    r, c = row + 8 * down + i, col + 4 * right_ + j % 4 + 64 * (j // 4)
                     if r < short and c < columns:
                         to = at_out + r * columns + c
                         x = acc[i, j]

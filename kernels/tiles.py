@@ -1,13 +1,13 @@
-"""Tiles of int8 products, for the votes of the update and for unit trials: a block multiplies TILE rows of each operand,
-both contiguous in the direction of the sums, through STAGES stages of shared memory."""
+"""Tiles of int8 products, for the votes of the update and for unit trials: a block multiplies TILE rows of each
+operand, both contiguous in the direction of the sums, through STAGES stages of shared memory."""
 
 from types import SimpleNamespace
 
 from numba import cuda, int32
 
 from kernels.parts import wgmma_descriptor
-from kernels.ptx import (copy_async16, copy_commit, copy_wait_but_one, mma_tile, proxy_fence, shared_address, wgmma_done,
-                         wgmma_fence, wgmma_s8)
+from kernels.ptx import (copy_async16, copy_commit, copy_wait_but_one, mma_tile, proxy_fence, shared_address,
+                         wgmma_done, wgmma_fence, wgmma_s8)
 from kernels.rules import device
 
 TILE = 128                  # rows of each operand of a block
@@ -22,10 +22,10 @@ def tile_functions(wgmma):
     """TALL, SUMS: a thread's sums are int32 [TALL, SUMS]; accumulate and corner, device functions; wgmma: by the
     instruction of cc 9.0, which takes 4 to 20 % off an update.
 
-    accumulate(acc, x, x_at, x_apart, w, w_at, w_apart, each, steps)
+    accumulate(acc, x, x_at, x_apart, x_each, w, w_at, w_apart, w_each, steps)
         acc += products of `steps` stages. x, w: int32 words of the operands; x_at: where this thread's first 16 bytes
-        of row group t // 32 lie, eight rows a group; x_apart: words from a group to the next; each: words from a stage
-        to the next
+        of row group t // 32 lie, eight rows a group; x_apart: words from a group to the next; x_each: from a stage to
+        the next
     corner()    (row of x, row of w) of acc[0, 0]; acc[i, 4 j + 2 half + k] is APART * i + 8 * half rows of x and
                 8 * j + k rows of w further
     """
@@ -48,13 +48,13 @@ def tile_functions(wgmma):
             copy_async16(int32(to + STAGE // 2 + (t + i * THREADS) * 16), w, w_at + 4 * i * w_apart)
 
     @device
-    def accumulate(acc, x, x_at, x_apart, w, w_at, w_apart, each, steps):
+    def accumulate(acc, x, x_at, x_apart, x_each, w, w_at, w_apart, w_each, steps):
         sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
         base = shared_address(sm, 0)
         for ahead in range(2):
             if ahead < steps:
-                fetch(base + ahead * STAGE, x, x_at + ahead * each, x_apart, w, w_at + ahead * each, w_apart)
+                fetch(base + ahead * STAGE, x, x_at + ahead * x_each, x_apart, w, w_at + ahead * w_each, w_apart)
             copy_commit()
         lane, warp = t & 31, t >> 5
         # ldmatrix: where this lane's rows of the first core matrices lie
@@ -68,8 +68,8 @@ def tile_functions(wgmma):
                 proxy_fence()
             cuda.syncthreads()
             if step + 2 < steps:
-                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, x, x_at + (step + 2) * each, x_apart,
-                      w, w_at + (step + 2) * each, w_apart)
+                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, x, x_at + (step + 2) * x_each, x_apart,
+                      w, w_at + (step + 2) * w_each, w_apart)
             copy_commit()
             here = base + slot * STAGE
             if wgmma:

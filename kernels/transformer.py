@@ -108,17 +108,16 @@ def _embed_kernel(cfg, nz, gpu):
 
 
 def _norm_kernel(cfg, nz, gpu, streams):
-    """out = ln(h), its sums sb with `streams` input noises, if any, and zeros for those of the down projection. Launch
-    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
+    """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch [pairs,
+    2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH = padded_length(cfg)
     # then 2^-21 of |p| changes no quotient
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
-    AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
+    AT_C, COEFFICIENTS, WORDS = 4 * H, (4 + streams) * H, streams * H // 4     # ln even, odd, bias even, odd, streams
     FACTORS = streams * H if MODE == 2 else 1
-    BYTES = max(1, streams * H // 4)
     THREADS_OF_H = blocks(H, 256) * 256
     noise = nz.noise
     factor = nz.factor
@@ -147,7 +146,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     @gpu.unroll
     def norm(call, plan: A32, weights: A8, overlay: A8, job: AU32, offset, stride, h: A32, out: A32, sb: A32):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
-        packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
+        packed_noise = cuda.shared.array(WORDS, int32)       # [stream][H / 4]
         t = cuda.threadIdx.x
         unit = cuda.blockIdx.x
         p = call * PLAN
@@ -214,7 +213,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                     total = quad_sum(sums[3 * half + s])
                     if (lane & 3) == 0:
                         sb[s * stride + row + half * 8] = total
-                if streams > 0 and (lane & 3) == 0:
+                if (lane & 3) == 0:
                     sb[3 * stride + row + half * 8] = 0
 
     return Kernel(norm)

@@ -19,7 +19,7 @@ from kernels.host import Kernel
 from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
 from kernels.rules import NORMS, TARGET, device
-from kernels.tiles import SHARED, THREADS, TILE, tile_functions
+from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import SPLIT, place, products_kernel, vote_index
 from model import integer_tables, parameters, rules, steps, units
@@ -130,6 +130,13 @@ def packed_row(c):
     return c & ~15 | (c & 2) << 2 | c >> 1 & 6 | c & 1
 
 
+@device
+def packed_word(c, j, words):
+    """Where word j of the row of column c is packed, of rows of `words`: in core matrices of eight rows by 16 bytes."""
+    row = packed_row(c)
+    return (row >> 3) * (8 * words) + (j >> 2) * 32 + (row & 7) * 4 + (j & 3)
+
+
 def _pack_kernel():
     def pack(weights: A32, source, rows, cols, packed: A32, forward, forward_words, back, back_words):
         """A canonical matrix [rows / 4, cols, 4], from word `source` on, as a row for every output from word `forward`
@@ -142,10 +149,10 @@ def _pack_kernel():
                 words[e] = 0
                 if c4 * 4 + e < cols:
                     words[e] = weights[source + r4 * cols + c4 * 4 + e]
-                    packed[forward + packed_row(c4 * 4 + e) * forward_words + r4] = words[e]
+                    packed[forward + packed_word(c4 * 4 + e, r4, forward_words)] = words[e]
             turned = turn4(words)
             for e in range(4):
-                packed[back + packed_row(r4 * 4 + e) * back_words + c4] = turned[e]
+                packed[back + packed_word(r4 * 4 + e, c4, back_words)] = turned[e]
 
     @device
     def blocks_of(cols):
@@ -172,8 +179,8 @@ def _product_kernels(cfg, wgmma):
             for j in range(SUMS):
                 acc[i, j] = 0
         x_at = (cuda.blockIdx.y * TILE + group * 8 + lane_row) * x_words + lane_word
-        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8 + lane_row) * w_words + lane_word
-        accumulate(acc, x, x_at, 8 * x_words, w, w_here, 8 * w_words, 16, deep)
+        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8) * w_words + (t & 31) * 4
+        accumulate(acc, x, x_at, 8 * x_words, DEPTH // 4, w, w_here, 8 * w_words, DEPTH * 2, deep)
         p, s = corner()
         return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + (s & ~15) + 2 * (s & 6)
 
@@ -247,7 +254,7 @@ def _norm_kernels(cfg):
         if r < rows:
             token = windows[r // n * WIDTH + skip + r % n]
             for j in range(lane, WORDS, 32):
-                word = table[at + packed_row(token) * S + j]
+                word = table[at + packed_word(token, j, S)]
                 if not GRU:
                     b = bias + 4 * j
                     word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
@@ -1053,7 +1060,7 @@ class Trials:
         grid = (columns or wide(outputs)) // TILE, blocks(self._count, TILE)
         self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4,
                              self.arrays.packed.view(np.int32), self._packed[tensor][back] // 4, wide(inputs) // 4,
-                             wide(inputs) // 64, *arguments)
+                             wide(inputs) // DEPTH, *arguments)
 
     def launch(self, stream, weights, windows, job):
         """Fills arrays.result. weights: all, int8; windows int32, flat, as model.soft_targets.windows; job uint32: seed

@@ -206,7 +206,7 @@ def products_kernel(wgmma):
         for i in range(TALL):
             for j in range(SUMS):
                 acc[i, j] = 0
-        accumulate(acc, operand, place(rows, plain, first - start) + lane, SPLIT * 2,
+        accumulate(acc, operand, place(rows, plain, first - start) + lane, SPLIT * 2, DEPTH * 2,
                    operand, place(rows, signed, first - start) + lane, SPLIT * 2, DEPTH * 2, steps)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
@@ -401,7 +401,8 @@ class Update:
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.packed = cuda.device_array(steps.packed_size(cfg.STEP_DIGITS), np.uint8)
+        self.packed = cuda.device_array(cfg.N_CHUNKS * steps.packed_size(cfg.CHUNK_DIGITS)
+                                        if cfg.PERTURB == "units" else steps.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))

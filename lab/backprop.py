@@ -1,111 +1,142 @@
-"""Back-propagation on the shape of a recurrent model, as a yardstick: PyTorch, float32, AdamW, on the same text. Prints
-validations as JSON lines, which `egg.py plot` draws beside runs."""
+"""Back-propagation as a yardstick: PyTorch trains the shapes of egg's models on the same files, for the same seconds.
+
+    python -m lab.backprop transformer --seconds 15 --rates 0.002 0.004 --compile     # the shape of `best`
+    python -m lab.backprop gru --bytes --width 64 --layers 1 --batch 32               # that of `laptop-bytes`
+
+Prints lines `seconds tokens bits/byte` of held-out text. Compiling (a minute at most) and validation are not counted.
+"""
 
 import argparse
-import json
+import functools
 import math
 import time
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
-import egg_config
-from cluster.console import Console
-from model import parameters
-from tools import train as training
+from model.data_files import Decoding
 
-WARM_UP = 100              # steps in which the learning rate rises; then it falls linearly, by seconds,
-LAST_RATE = 0.05           # to this share
-WEIGHT_DECAY = 0.1
-MOMENTS = (1, 1.5, 2, 3, 4, 5, 6, 8)         # seconds after which it validates; and ten times, a hundred times ...
-AT_ONCE = 1 << 14          # tokens of validation in one forward pass
+WARM_UP = 0.05             # share of the time in which the rate rises; then it falls to 0, as a cosine does
+MOMENTS = [part * power for power in (1, 10, 100, 1000) for part in (1, 1.5, 2, 3, 4, 5, 6, 8)]      # of validation
+OPTIONS = dict(width=(256, "HIDDEN_DIM"), layers=(4, "N_LAYERS"), head=(64, "HEAD_DIM"), tokens=(64, "SEQ_LEN"),
+               batch=(512, "windows in a step"), seconds=(60.0, "of training"), seed=(0, "of weights and windows"),
+               validate=(65536, "VALIDATE_TOKENS"), input=("input.bin", "INPUT_FILE"), val=("val.bin", "VAL_FILE"),
+               decoding=("decoding.bin", "DECODING_FILE; '': the files hold bytes"),
+               device=("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"))
+linear = functools.partial(nn.Linear, bias=False)
 
 
-def train(cfg, minutes, batch, rate):
-    """Trains for `minutes`, validation not counted, on `batch` windows a step at random places. rate: the highest
-    learning rate."""
-    data = training.open_data(cfg, Console(quiet=True))
-    device = "cuda" if cfg.DEVICE != "cpu" and torch.cuda.is_available() else "cpu"
-    torch.set_float32_matmul_precision("high")               # TF32 on a GPU
-    torch.manual_seed(cfg.ISLAND_SEED)
-    learned, logits = model(cfg, device)
-    text = torch.from_numpy(data.tokens.astype("i4")).to(device)
-    held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
-    optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
-    offsets = torch.arange(cfg.SEQ_LEN + 1, device=device)
+class Layer(nn.Module):
+    """Attention with rotary positions or a GRU, then an MLP."""
 
-    def loss_of(windows, reduction="mean"):
-        targets = windows[:, 1:].flatten().long()
-        return functional.cross_entropy(logits(windows[:, :-1]).flatten(0, 1), targets, reduction=reduction)
+    def __init__(self, o):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(o.width), nn.RMSNorm(o.width)
+        self.gru = nn.GRU(o.width, o.width, batch_first=True) if o.model == "gru" else None
+        if not self.gru:
+            self.qkv, self.out = linear(o.width, 3 * o.width), linear(o.width, o.width)
+        self.up, self.down = linear(o.width, 4 * o.width), linear(4 * o.width, o.width)
 
-    def loss_of_a_batch():
-        return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
+    def forward(self, h, turn):
+        n = self.norm_1(h)
+        if self.gru:
+            with torch.autocast(h.device.type, enabled=False):         # which would take float16
+                h = h + self.gru(n.float())[0]
+        else:
+            q, k, v = self.qkv(n).unflatten(-1, (3, -1, 2 * turn.shape[-1])).transpose(1, 3).unbind(2)
+            y = functional.scaled_dot_product_attention(turned(q, *turn), turned(k, *turn), v, is_causal=True)
+            h = h + self.out(y.transpose(1, 2).flatten(2))
+        return h + self.down(functional.gelu(self.up(self.norm_2(h))))
 
-    def validate(step, seconds):
-        with torch.no_grad():
-            value = data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
-        print(json.dumps({"event": "validation", "step": step, "tokens": step * batch * cfg.SEQ_LEN,
-                          "seconds": round(seconds, 2), "value": round(value, 6), "unit": data.validation.unit}),
-              flush=True)
 
-    loss_of_a_batch().backward()                             # what is prepared at the first call is no time of training
-    validate(0, 0.0)
-    step, seconds, until = 0, 0.0, 60 * minutes
-    while seconds < until:
-        power = 10 ** math.floor(math.log10(max(seconds, 1)))
-        moment = min([until, 10 * power, *(m * power for m in MOMENTS if m * power > seconds)])
-        started = time.perf_counter() - seconds
+def turned(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+class Model(nn.Module):
+    """The mean cross-entropy of windows int64 [n, T + 1]."""
+
+    def __init__(self, o, vocabulary):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(vocabulary, o.width), nn.RMSNorm(o.width)
+        self.layers, self.head = nn.ModuleList(Layer(o) for _ in range(o.layers)), linear(o.width, vocabulary)
+        if o.model == "transformer":
+            self.embedding.weight = self.head.weight
+        angles = torch.outer(torch.arange(o.tokens), 10000.0 ** (-torch.arange(0, o.head, 2) / o.head))
+        self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()]))
+
+    def forward(self, windows):
+        h = self.embedding(windows[:, :-1])
+        for layer in self.layers:
+            h = layer(h, self.turn)
+        return functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def train(o, rate, vocabulary, text, held_out, n_bytes):
+    """Trains a model with this highest learning rate. held_out: windows, n_bytes: those of their targets."""
+    torch.manual_seed(o.seed)
+    model, cuda = Model(o, vocabulary).to(o.device), o.device == "cuda"
+    compiled = torch.compile(model, mode=o.compile) if o.compile else model
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1, fused=cuda)
+    print(f"# {o.model}, {sum(p.numel() for p in model.parameters()):,} weights, rate {rate:g}", flush=True)
+
+    def step_at(done):
+        """The loss, after a step with the learning rate that belongs to a share of the time."""
+        windows = text[torch.randint(len(text) - o.tokens, (o.batch, 1), device=o.device)
+                       + torch.arange(o.tokens + 1, device=o.device)].long()
+        optimizer.param_groups[0]["lr"] = rate * min(1, done / WARM_UP + 0.01) * (1 + math.cos(math.pi * done)) / 2
+        with torch.autocast(o.device, torch.bfloat16, enabled=cuda):
+            loss = compiled(windows)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    begun, step = time.perf_counter(), 0
+    for _ in range(3):                                       # compiles, and changes nothing: the rate is 0
+        step_at(1).item()
+    optimizer.state.clear()
+    seconds = max(0.0, time.perf_counter() - begun - 60)
+    while True:
+        with torch.no_grad(), torch.autocast(o.device, torch.bfloat16, enabled=cuda):
+            nats = sum(model(part).item() * part[:, 1:].numel() for part in held_out.split(64))
+        print(f"{seconds:.2f} {step * o.batch * o.tokens} {nats / math.log(2) / n_bytes:.4f}", flush=True)
+        if seconds >= o.seconds:
+            return
+        moment, begun = min([m for m in MOMENTS if m > seconds] + [o.seconds]), time.perf_counter() - seconds
         while seconds < moment:
-            optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - seconds / until)
-            optimizer.zero_grad()
-            loss = loss_of_a_batch()
-            loss.backward()
-            optimizer.step()
-            step += 1
-            seconds = time.perf_counter() - started
-        loss.item()                                          # waits for a GPU
-        seconds = time.perf_counter() - started
-        validate(step, seconds)
+            loss = step_at(min(1, seconds / o.seconds))
+            step, seconds = step + 1, time.perf_counter() - begun
+            if step % 8 == 0 or seconds >= moment:           # waits for a GPU
+                loss.item()
+                seconds = time.perf_counter() - begun
 
 
-def model(cfg, device):
-    """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
-    VOCAB_SIZE]). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
-    the gates: it has three instead of two."""
-    width = cfg.HIDDEN_DIM
-    grus = []
-    weights = {}
-    start = {p.name: p.start for p in parameters.table(cfg)}
-    for t in parameters.tensors(cfg):
-        if t.name == "w_f":
-            grus.append(torch.nn.GRU(width, width, batch_first=True).to(device))
-        elif t.name[:2] not in ("u_", "b_") and t.name != "w_h":
-            values = torch.randn(t.rows, t.cols) * t.rows ** -0.5 if t.matrix else \
-                torch.full((t.cols,), start[t.name] / 16)
-            weights[t.name, t.layer] = values.to(device).requires_grad_()
-
-    def norm(h, name, layer=0):
-        return functional.rms_norm(h, (width,), weights[name, layer])
-
-    def logits(x):
-        h = functional.embedding(x, weights["embedding", 0].t())
-        for layer, gru in enumerate(grus):
-            h = h + gru(norm(h, "ln_1", layer))[0]
-            h = h + functional.gelu(norm(h, "ln_2", layer) @ weights["w_up", layer]) @ weights["w_down", layer]
-        return norm(h, "ln_f") @ weights["head", 0]
-
-    return [*weights.values(), *(p for gru in grus for p in gru.parameters())], logits
+def main(o):
+    decoding = Decoding.read(o.decoding) if o.decoding else None
+    text, held_out = (np.fromfile(path, "<u4" if decoding else "u1") for path in (o.input, o.val))
+    lengths = decoding.lengths if decoding and not o.bytes else np.ones(256, np.int64)
+    if o.bytes and decoding:
+        text, held_out = decoding.expand(text), decoding.expand(held_out)
+    windows = np.lib.stride_tricks.sliding_window_view(held_out, o.tokens + 1)[::o.tokens]
+    wanted = min(len(windows), o.validate // o.tokens or len(windows))
+    windows = windows[np.arange(wanted) * len(windows) // wanted].astype(np.int64)
+    text, held_out = (torch.from_numpy(x).to(o.device) for x in (text.astype(np.int32), windows))
+    torch.set_float32_matmul_precision("high")               # TF32 where a GPU computes in float32
+    for rate in o.rates:
+        train(o, rate, len(lengths), text, held_out, int(lengths[windows[:, 1:]].sum()))
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--preset", help="as of egg.py")
-    options.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE", help="as of egg.py")
-    options.add_argument("--minutes", type=float, default=1)
-    options.add_argument("--batch", type=int, default=32, help="windows of SEQ_LEN tokens in a step (default: 32)")
-    options.add_argument("--rate", type=float, default=0.006, help="the highest learning rate (default: 0.006)")
-    args = options.parse_args()
-    configuration = egg_config.load(args.preset, args.defines)
-    if configuration.MODEL != "gru":
-        options.error("a recurrent model is needed: give --preset laptop, laptop-bytes or best-bytes")
-    train(configuration, args.minutes, args.batch, args.rate)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("model", choices=["transformer", "gru"])
+    options.add_argument("--bytes", action="store_true", help="the model reads the bytes of the tokens")
+    options.add_argument("--compile", nargs="?", const="default", metavar="MODE", help="of torch.compile")
+    options.add_argument("--rates", type=float, nargs="+", default=[0.003], help="highest learning rates to try")
+    for name, (value, text) in OPTIONS.items():
+        options.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (default: {value})")
+    main(options.parse_args())

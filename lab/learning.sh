@@ -22,7 +22,11 @@ END
 set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
 "$python" egg.py train --preset laptop-bytes --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
   --log-json "$work/laptop-bytes-cpu.jsonl"
-"$python" -m lab.backprop --preset laptop-bytes --minutes "$minutes" "$@" >docs/learning/backprop-laptop-bytes-cpu.jsonl
+"$python" -m lab.backprop gru --width 64 --layers 1 --batch 32 --rates 0.006 --device cpu --decoding '' \
+  --input "$work/input.bin" --val "$work/val.bin" --seconds "$(awk "BEGIN {print 60 * $minutes}")" >"$work/backprop"
+awk '!/#/ {printf "{\"event\": \"validation\", \"step\": %d, \"tokens\": %d, \"seconds\": %s, \"value\": %s, " \
+                  "\"unit\": \"bits/byte\"}\n", $2 / (32 * 64), $2, $1, $3}' \
+  "$work/backprop" >docs/learning/backprop-laptop-bytes-cpu.jsonl
 
 "$python" - "$work/laptop-bytes-cpu.jsonl" >docs/learning/laptop-bytes-cpu.jsonl <<'END'
 import json

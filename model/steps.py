@@ -2,6 +2,7 @@
 library alone: a coordinator needs no NumPy."""
 
 INITIAL_SEED = 42
+COOLINGS, HOT = 20, 0.3      # levels of the rate before a planned end, and the share of the run before the first
 _BYTES = bytes(range(243))                               # 3^5 of them
 # k -> the table that takes a byte to its digit k as int8: 0, 1 or -1
 _DIGITS = [bytes((0, 1, 255)[b // 3 ** k % 3] for b in _BYTES) + bytes(13) for k in range(5)]
@@ -67,8 +68,24 @@ def nonzero_share(packed):
     return 1 - sum(sample.translate(table).count(0) for table in _DIGITS) / (5 * len(sample))
 
 
-def join_digits(chunks, count):
-    """bytes: packed chunks of `count` digits each, packed as one."""
+def join_digits(cfg, chunks, cooling=0):
+    """bytes: the packed digits of a step, from those of its chunks. With unit trials a byte follows, 0 to COOLINGS - 1:
+    by how much the rate of this step is lower than LR_SCHEDULE says."""
+    count = cfg.CHUNK_DIGITS
+    if cfg.PERTURB == "units":
+        return b"".join(chunks) + bytes([cooling])
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
     return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))
+
+
+def cooling_at(done):
+    """The cooling of a step when this share of the planned time or steps is done: rates fall by and by, to a twentieth
+    at the end."""
+    return max(0, min(COOLINGS - 1, int((done - HOT) / (1 - HOT) * COOLINGS)))
+
+
+def learning_rate(cfg, step, fitness):
+    """float: the rate of `step`, whose packed digits are `fitness`."""
+    cooling = min(fitness[-1], COOLINGS - 1) if cfg.PERTURB == "units" else 0
+    return cfg.learning_rate(step) * (1 - cooling / COOLINGS)

@@ -118,7 +118,7 @@ def step_alone(engine):
     if engine.cfg.PERTURB == "weights":
         found = [(pack_digits(chunk_fitness(losses, engine.cfg)), losses) for losses in found]
     packed, losses = zip(*found)
-    fitness = steps.join_digits(packed, engine.cfg.CHUNK_DIGITS)
+    fitness = steps.join_digits(engine.cfg, packed)
     return fitness, np.hstack(losses), engine.update(fitness)
 
 

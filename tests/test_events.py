@@ -132,6 +132,16 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         assert [step for step, *_ in server.progress.validations] == [0, 2]
 
 
+def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
+    told, run = [], SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
+    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
+    progress.unigram = 2.5
+    for run.step, figure in (0, 5.0), (200, 2.6), (400, 2.55), (600, 2.52), (800, 2.4):
+        progress.validated(run.step, figure, "bits/byte")
+    assert len(told) == 1 and told[0].startswith("step 400: the model is no better than a table of single tokens, 2.550 "
+                                                 "to 2.500 bits/byte: begin again with")
+
+
 @mark.parametrize("limits, ends, why", [
     (dict(target=2.1), 2, "as the validation has come to 2.0000 bits/byte"),
     (dict(patience=2), 4, "by --patience 2: no validation was better than that of step 2"),

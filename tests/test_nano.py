@@ -16,17 +16,16 @@ from recordings import write_decoding
 sys.path.append(os.path.join(egg_config.ROOT, "examples"))
 import nano                                                  # noqa: E402
 
-COMPILED = ["compiled_units"]                          # for conftest.py
+COMPILED = ["compiled_units"]                                # for conftest.py
 STEPS = 20
 LINES = (b"%d times %d is %d.\n\0" % (a, b, a * b) for a in range(40) for b in range(40))
 TEXT = np.frombuffer(b"".join(LINES), np.uint8)
-SCHEDULES = dict(SOFT_TARGETS=((0, 2), (12, 3)), LR_SCHEDULE=((0, 0.5), (15, 0.25)))       # which change in these steps
+SCHEDULE = (0, 0.5), (15, 0.25)                              # changes in these steps
 # in a process of its own, as nano sets the threads of products before it imports NumPy
 COURSE = """
 import itertools, pickle, sys
 import nano
-text, steps, schedules = pickle.load(sys.stdin.buffer)
-vars(nano).update(schedules)
+text, steps, nano.LR_SCHEDULE = pickle.load(sys.stdin.buffer)
 course = list(itertools.islice(nano.train(text), steps))
 pickle.dump(([of_step[-1] for of_step in course], course[-1]), sys.stdout.buffer)
 assert not any(module.partition(".")[0] in ("numba", "model", "engine", "egg_config") for module in sys.modules)
@@ -36,8 +35,8 @@ assert not any(module.partition(".")[0] in ("numba", "model", "engine", "egg_con
 def configuration():
     """The Config of nano's settings: those of a preset but for the constants that nano has, too."""
     settings = {name: getattr(nano, name) for name in egg_config.CONSTANTS if hasattr(nano, name)}
-    assert len(settings) > 20
-    return egg_config.make(**{**egg_config.PRESETS["laptop-bytes"], **settings, **SCHEDULES})
+    assert len(settings) > 14
+    return egg_config.make(**{**egg_config.PRESETS["laptop-bytes"], **settings, "LR_SCHEDULE": SCHEDULE})
 
 
 def of_engine(flat, t):
@@ -47,14 +46,14 @@ def of_engine(flat, t):
 @pytest.fixture(scope="module")
 def trained(compiled_units):
     """(CpuEngine, what nano.train yielded last) after STEPS steps."""
-    done = subprocess.run([sys.executable, "-c", COURSE], input=pickle.dumps((TEXT, STEPS, SCHEDULES)), check=True,
+    done = subprocess.run([sys.executable, "-c", COURSE], input=pickle.dumps((TEXT, STEPS, SCHEDULE)), check=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": os.path.dirname(nano.__file__)})
     cfg, (losses, last) = configuration(), pickle.loads(done.stdout)
     engine = cpu_engine.CpuEngine(cfg, TEXT)
     for bits in losses:
         packed, loss = engine.evaluate(0, cfg.CHUNK_SIZE)
         units = cfg.POPULATION_SIZE * cfg.SEQ_LEN * 256 * cfg.SOFTMAX_EXP_SCALE * np.log(2)
-        assert bits == pytest.approx(loss / units, rel=1e-12)
+        assert bits == pytest.approx(loss / units, rel=1e-3)    # that of the engine is a whole number
         engine.update(packed)
     assert len(losses) == STEPS
     return engine, last
@@ -71,8 +70,7 @@ def test_weights_and_moments_are_those_of_the_engine(trained):
         names.add(t.name)
         assert np.array_equal(weights[t.name], of_engine(state.weights, t)), t.name
         assert np.array_equal(np.moveaxis(np.array(moments[t.name]), 0, -1), of_engine(state.moments, t)), t.name
-        if t.name != "embedding":
-            assert (state.weights[t.span] != begun.weights[t.span]).any(), f"{t.name} has learnt"
+        assert (state.weights[t.span] != begun.weights[t.span]).any(), f"{t.name} has learnt"
     assert names == set(weights)
 
 

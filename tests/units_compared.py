@@ -51,7 +51,7 @@ def step_of(engine):
     """([(packed digits, loss) of a chunk], weights changed): a whole step of an engine."""
     cfg = engine.cfg
     found = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
-    return found, engine.update(b"".join(packed for packed, _ in found))
+    return found, engine.update(steps.join_digits(cfg, [packed for packed, _ in found], found[0][0][0] % 20))
 
 
 def fma(a, b, c):
@@ -91,8 +91,8 @@ class PlainEngine:
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
         digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
-        votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-        f, rate = np.float32, np.float32(cfg.learning_rate(state.step))
+        votes = digits[:-5].reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
+        f, rate = np.float32, np.float32(cfg.learning_rate(state.step) * (1 - fitness[-1] / 20))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
         for t in parameters.tensors(cfg):
             g, w = -votes[t.span].astype(f), state.weights[t.span].astype(np.int32)

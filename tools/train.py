@@ -299,6 +299,7 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
                                     access=access, **options) as coordinator:
         run, events = coordinator.run, coordinator.events
         references = print_references(cfg, data, console, events.emit)
+        coordinator.progress.unigram = references.get("unigram", 0.0)
         if coordinator.finished:
             console.line(f"the run has its {run.step} steps already: raise --steps to continue")
             return coordinator.progress
