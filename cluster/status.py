@@ -83,6 +83,13 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
+    def cooling(self, last, minutes):
+        """That of the step that ends (model.steps), of a run that is planned up to step `last`, for so many minutes, or
+        neither: None."""
+        begun, seconds = self.first_step, time.monotonic() - self.started if self.started else 0
+        return steps.cooling_at(max((self.run.step - begun) / max(1, last - begun) if last is not None else 0,
+                                    seconds / (60 * minutes) if minutes else 0))
+
     def of_step(self, step, sum_loss):
         """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
         self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
@@ -120,8 +127,8 @@ class Progress:
             if step >= LEARNT and best > self.unigram > 0 and "unigram" not in self._advised:
                 self._advised.add("unigram")
                 self.events.warn(f"step {step}: the model is no better than a table of single tokens, {best:.3f} to "
-                                 f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other SHIFT_* "
-                                 "constants or a smaller model")
+                                 f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other "
+                                 "SHIFT_* constants or a smaller model")
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")
