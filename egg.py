@@ -443,6 +443,7 @@ def generate(cfg, args):
     console = Printer()
     prompts = asked(console) if args.interactive else \
         [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
+    use.need_text(*args.stop, *[] if args.interactive else prompts)              # before a model is loaded
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
     use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
 

@@ -103,12 +103,17 @@ def until(pieces, stops):
     yield text
 
 
+def need_text(*texts):
+    """Raises UsageError for an empty prompt, or text of --stop (bytes)."""
+    if b"" in texts:
+        raise UsageError("the prompt is empty, or a text of --stop: give at least one character")
+
+
 def continuation(cfg, decoding, engine, text, count, seed, stops=(), **settings):
     """Yields the model's continuation of a text, both bytes, of `count` tokens, or up to the first of `stops` or to the
     vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg. Raises
     UsageError."""
-    if b"" in stops or not text:
-        raise UsageError("the prompt is empty, or a text of --stop: give at least one character")
+    need_text(text, *stops)
     tokens = engine.generate(data_files.encoded(cfg, decoding, text), count, seed, **settings)
     ends = [data_files.END] if data_files.END in decoding else []
     return until((decoding.decode([token]) for token in tokens), [*stops, *ends])
