@@ -16,7 +16,7 @@ from model import rules, steps
 # Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
 # blocks, so that few members give each a second tile.
 GRU = dict(MODEL="gru", VOCAB_SIZE=300, SEQ_LEN=12)
-UNITS = dict(PERTURB="activations", GROUP_SIZE=6, CHUNK_SIZE=18, ADAPTIVE_NOISE_MODE=0)
+UNITS = dict(PERTURB="units", CHUNK_SIZE=4, ADAPTIVE_NOISE_MODE=0)
 EXACT = dict(LOSS="exact", SOFT_TARGETS=((0, 1),))
 SMALL = dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8)
 DEFAULT = dict(VOCAB_SIZE=300, CHUNK_SIZE=24)
@@ -31,10 +31,9 @@ CONFIGURATIONS = {
     "gru, wide": dict(GRU | EXACT, HIDDEN_DIM=320, CHUNK_SIZE=20),
     "gru, fast": dict(GRU | EXACT, HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
                       ADAPTIVE_NOISE_MODE=0),
-    "activations": dict(GRU | UNITS | EXACT, HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, GROUP_SIZE=64,
-                        CHUNK_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1),
-    "activations of a transformer": dict(SMALL | UNITS | EXACT, SEQ_LEN=24),
-    "activations, mma": dict(GRU | UNITS, HIDDEN_DIM=96, STATE_TOKENS=5, HOST_GAUSSIAN=1, TENSOR_CORES="mma"),
+    "units": dict(GRU | UNITS | EXACT, HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1),
+    "units of a transformer": dict(SMALL | UNITS | EXACT, SEQ_LEN=24),
+    "units, mma": dict(GRU | UNITS, HIDDEN_DIM=96, STATE_TOKENS=5, HOST_GAUSSIAN=1, TENSOR_CORES="mma"),
 }
 BLOCKS = 3
 PROGRAM = f"from kernels import transformer; transformer.MOST_BLOCKS = {BLOCKS}; " \
@@ -48,7 +47,7 @@ def config(name):
 def evaluation(engine):
     """int64 [n]: the losses of a chunk, or its packed digits and its loss."""
     found = engine.evaluate(0, engine.cfg.CHUNK_SIZE)
-    return np.array([*found[0], found[1]]) if engine.cfg.PERTURB == "activations" else found
+    return np.array([*found[0], found[1]]) if engine.cfg.PERTURB == "units" else found
 
 
 def every_verb(engine, tokens, rng):
