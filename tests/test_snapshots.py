@@ -7,7 +7,6 @@ import shutil
 import threading
 from contextlib import closing, suppress
 from time import monotonic, thread_time
-from unittest import mock
 
 import numpy as np
 from numpy.random import default_rng
@@ -381,11 +380,11 @@ def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
 def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(tmp_path, compiled_units):
     """It is replayed by the same update; only that of unit trials goes on."""
     at, cfg = str(tmp_path / "old"), UNITS.changed(SNAPSHOT_EVERY=2)
-    packed = [any_fitness(cfg, step)[:-1] for step in range(3)]          # no step was cooled
-    with closing(open_run(cfg, at)) as run:
-        for fitness in packed:
-            run.append(fitness + bytes(1), 0, 0)
-    now = use.load(cfg, at, console=egg_net.Console(Lines())).digest()
+    for name, cooling in ("now", bytes(1)), ("old", b""):
+        with closing(open_run(cfg, str(tmp_path / name))) as run:
+            for step in range(3):
+                run.append(any_fitness(cfg, step)[:-1] + cooling, 0, 0)
+    now = use.load(cfg, str(tmp_path / "now"), console=egg_net.Console(Lines())).digest()
     data = (tmp_path / "old" / history.FILE).read_bytes()
     end = 16 + int.from_bytes(data[8:12], "little")
     header = json.loads(data[12:end - 4])
@@ -393,10 +392,7 @@ def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(
                              NOISE_UP=3, CREDIT=12, VERSION_OF_VOTES=3)
     text = json.dumps(header, sort_keys=True).encode()
     (tmp_path / "old" / history.FILE).write_bytes(
-        history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text))
-    with mock.patch.object(history, "_is_former", lambda config: False), closing(open_run(cfg, at)) as run:
-        for fitness in packed:
-            run.append(fitness, 0, 0)
+        history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text) + data[end:])
     assert history.is_former(at)
     with refused(f"noise on activations, which unit trials have replaced: `egg.py train --load-dir {at}` begins a new "
                  "run with its model", history.HistoryError):
