@@ -159,8 +159,8 @@ CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADD
                  "or local: a new one on this machine (default: auto)")
 
 
-DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number "
-               "of machines.")
+DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by trials in place of derivatives, on "
+               "any number of machines.")
 COMMANDS = {}               # name: (function, options, source of saved constants)
 
 
