@@ -197,8 +197,8 @@ PRESETS = {
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU: 512 windows a step. Queries and keys are as long as amax makes them, whatever their
     # weights: SHIFT_ATTN makes their scores as large as those of a new float model. Muon moves the matrices between
-    # hidden units: with digits AdamW learns far less in four layers. Without decay the weights grow until units are cut.
-    # The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
+    # hidden units: with digits AdamW learns far less in four layers. Without decay the weights grow until units are
+    # cut. The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
     "best": dict(
         PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11, CHUNK_SIZE=512,
@@ -684,7 +684,7 @@ def _derive(cfg):
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
-    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS + 5 * (cfg.PERTURB == "units")         # a byte: steps.join_digits
+    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS + 5 * (cfg.PERTURB == "units")       # a byte: steps.join_digits
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

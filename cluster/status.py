@@ -120,8 +120,8 @@ class Progress:
             if step >= LEARNT and best > self.unigram > 0 and "unigram" not in self._advised:
                 self._advised.add("unigram")
                 self.events.warn(f"step {step}: the model is no better than a table of single tokens, {best:.3f} to "
-                                 f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other SHIFT_* "
-                                 "constants or a smaller model")
+                                 f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other "
+                                 "SHIFT_* constants or a smaller model")
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")

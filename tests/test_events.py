@@ -138,8 +138,8 @@ def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
     progress.unigram = 2.5
     for run.step, figure in (0, 5.0), (200, 2.6), (400, 2.55), (600, 2.52), (800, 2.4):
         progress.validated(run.step, figure, "bits/byte")
-    assert len(told) == 1 and told[0].startswith("step 400: the model is no better than a table of single tokens, 2.550 "
-                                                 "to 2.500 bits/byte: begin again with")
+    assert len(told) == 1 and told[0].startswith("step 400: the model is no better than a table of single tokens, "
+                                                 "2.550 to 2.500 bits/byte: begin again with")
 
 
 @mark.parametrize("limits, ends, why", [
