@@ -60,6 +60,11 @@ def sizes(cfg, R):
         result=(1 + len(parameters.tensors(cfg)) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
 
 
+def reciprocal(divisor):
+    """The bits of a float32."""
+    return int((np.float32(1) / np.float32(divisor)).view(np.int32))
+
+
 class Trials:
     """The device arrays and launches of a chunk. `reserve` on the device, `pack` after every change of the weights,
     `launch` a chunk; then arrays.result holds the loss, the sizes of votes and the packed digits (digits_of). Of the
@@ -147,8 +152,6 @@ class Trials:
         self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, sizes, high=tensors)
         self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, sizes, a.digits, high=tensors)
         self._launch("pack_digits", self._digits.size, a.digits, self._digits)
-
-    # slices of arrays that have one part for every norm, MLP or layer
 
     def _part(self, name, number, size):
         return getattr(self.arrays, name)[number * size:(number + 1) * size]
@@ -279,10 +282,9 @@ class Trials:
     def _descend(self, parts, exponents, shift, less, norm, layer, number, by):
         """From a.y to the rows of credits a.credits [rows, S], exponents a.exponents[0]."""
         a = self.arrays
-        self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
-                   int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
-                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c.view(np.int32),
-                   a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
+        self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift, less, self._weights,
+                   self._named[norm, layer].weights, self._normed(number).view(np.int32), self._means(number), by,
+                   self._count, a.c.view(np.int32), a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
 
     def _loudest(self, parts):
@@ -295,28 +297,23 @@ class Trials:
         up, down = named[weights + "up", layer], named[weights + "down", layer]
         self._vote([(down, a.credits, self.S, 0, 0, 0)], inner, self.S4)
         self._product("product", a.credits, self.S, down, a.y, self.S4, back=True)
-        self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, self._reciprocal(divisors[1]), before.view(np.int32),
+        self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, reciprocal(divisors[1]), before.view(np.int32),
                    self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
         self._loudest(1)
         self._vote([(up, a.credits, self.S4, 0, 0, 0)], self._normed(norm), self.S)
         self._product("product", a.credits, self.S4, up, a.y, self.S, back=True)
 
-    @staticmethod
-    def _reciprocal(divisor):
-        """The bits of a float32."""
-        return int((np.float32(1) / np.float32(divisor)).view(np.int32))
-
     def _down_transformer(self):
         cfg, a, L = self.cfg, self.arrays, self.cfg.N_LAYERS
-        shifts = cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 1 + 2 * L, self._scale(L))
+        shifts, one = (cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN), reciprocal(1)
+        self._descend(1, a.zeros, 0, reciprocal(1), "ln_f", 0, 1 + 2 * L, self._scale(L))
         for layer in reversed(range(L)):
             self._down_mlp(1 + layer, 2 + 2 * layer, layer, "w_", shifts)
-            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_2", layer, 2 + 2 * layer, self._scale(1 + L + layer))
+            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, one, "ln_2", layer, 2 + 2 * layer, self._scale(1 + L + layer))
             self._down_attention(layer)
-            self._descend(3, a.exponents, 0, 1, "ln_1", layer, 1 + 2 * layer, self._scale(layer))
+            self._descend(3, a.exponents, 0, one, "ln_1", layer, 1 + 2 * layer, self._scale(layer))
         self._down_mlp(0, 0, 0, "w_emb_mlp_", shifts)
-        self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_init", 0, 0, a.ones)
+        self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, one, "ln_init", 0, 0, a.ones)
 
     def _down_attention(self, layer):
         a, named = self.arrays, self._named
@@ -350,8 +347,8 @@ class Trials:
     def _down_recurrent(self):
         cfg, a, named = self.cfg, self.arrays, self._named
         narrow, broad = (parameters.divisor(cfg, n * cfg.HIDDEN_DIM) for n in (1, 4))
-        less = np.float32(1) / np.float32(narrow)
-        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 2 * cfg.N_LAYERS, a.ones)
+        less = reciprocal(narrow)
+        self._descend(1, a.zeros, 0, reciprocal(1), "ln_f", 0, 2 * cfg.N_LAYERS, a.ones)
         for layer in reversed(range(cfg.N_LAYERS)):
             self._down_mlp(layer, 2 * layer + 1, layer, "w_", divisors=(narrow, broad))
             self._descend(1, a.exponents, 0, less, "ln_2", layer, 2 * layer + 1, a.ones)

@@ -756,8 +756,8 @@ def _credit_kernels(cfg):
                 by: F1, rows, c: A32, out: A32, out_exponents: A32, counts: A32):
         """c float32 [rows, 4 S], as words, = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts`
         products side by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of
-        bits `less`. at: of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
-        exponents to out_exponents and counts."""
+        bits `less`. at: of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8
+        [rows, S], their exponents to out_exponents and counts."""
         here = cleared(cuda.shared.array(BINS, int32))
         for turn in range(TURNS):
             r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
