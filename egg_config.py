@@ -197,8 +197,8 @@ PRESETS = {
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU: 512 windows a step. Queries and keys are as long as amax makes them, whatever their
     # weights: SHIFT_ATTN makes their scores as large as those of a new float model. Muon moves the matrices between
-    # hidden units: with digits AdamW learns far less in four layers. Without decay the weights grow until units are
-    # cut. The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
+    # hidden units: with digits AdamW learns far less in four layers. Without decay weights grow until units are cut.
+    # The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
     "best": dict(
         PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11, CHUNK_SIZE=512,

@@ -557,15 +557,6 @@ class RemoteWorker(Role):
                 "chunk_seconds": self.pace, "last_seen": round(silent, 3), "state": state}
 
 
-def cooling_of(coordinator):
-    """That of the step of a Coordinator that ends (model.steps.cooling_at)."""
-    begun, started, steps_, minutes = (coordinator.first_step, coordinator.progress.started, coordinator.steps,
-                                       coordinator.minutes)
-    of_steps = (coordinator.run.step - begun) / max(1, steps_ - begun) if steps_ is not None else 0
-    of_time = (time.monotonic() - started) / (60 * minutes) if minutes and started else 0
-    return steps.cooling_at(max(of_steps, of_time))
-
-
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
@@ -580,7 +571,7 @@ class Coordinator:
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
         self.cfg, self.run, self.peers = cfg, run, peers
-        self.steps, self.minutes, self.first_step = steps, minutes, run.step
+        self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
         self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self._undecided = set()                      # steps at which workers wait for a majority of their states
@@ -772,7 +763,7 @@ class Coordinator:
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
         reads_text = any(map(self.dispatcher.votes_from_text, work.done))
-        fitness = work.fitness(cooling_of(self))
+        fitness = work.fitness(self.progress.cooling(self.steps, self.minutes))
         self.run.append(fitness, sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, sum_loss if reads_text else None, fitness)

@@ -237,6 +237,7 @@ class Run:
 
     beside = ""
     data = held_out = bytes(32)
+    _lacking = b""                           # of every step of a run that is not of unit trials yet: its cooling
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
@@ -254,12 +255,16 @@ class Run:
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
-        """bytes: the packed digits of all chunks in a completed step; b"" for the step before the start."""
+        """bytes: the packed digits of all chunks in a completed step."""
+        return self.stored(step) + self._lacking
+
+    def stored(self, step):
+        """bytes: what the record of a step has of them; b"" for the step before the start."""
         if step == self.start.step - 1:
             return b""
         try:
-            packed = unzip(self.body(step), steps.packed_size(self.cfg.STEP_DIGITS))
-            steps.check_digits(packed, self.cfg.STEP_DIGITS)
+            packed = unzip(self.body(step), steps.packed_size(self.cfg.STEP_DIGITS) - len(self._lacking))
+            steps.check_digits(packed + self._lacking, self.cfg.STEP_DIGITS)
             return packed
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
@@ -388,6 +393,7 @@ class Run:
         if self._lock is not None and _is_former(config):
             raise HistoryError(f"{self._name} has noise on activations, which unit trials have replaced: `egg.py train "
                                f"--load-dir {self.directory}` begins a new run with its model")
+        self._lacking = bytes(_is_former(config))
         if differ := difference(egg_config.renewed(config), self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")

@@ -83,6 +83,13 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
+    def cooling(self, last, minutes):
+        """That of the step that ends (model.steps), of a run that is planned up to step `last`, for so many minutes, or
+        neither: None."""
+        begun, seconds = self.first_step, time.monotonic() - self.started if self.started else 0
+        return steps.cooling_at(max((self.run.step - begun) / max(1, last - begun) if last is not None else 0,
+                                    seconds / (60 * minutes) if minutes else 0))
+
     def of_step(self, step, sum_loss):
         """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
         self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)

@@ -380,8 +380,11 @@ def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
 def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(tmp_path, compiled_units):
     """It is replayed by the same update; only that of unit trials goes on."""
     at, cfg = str(tmp_path / "old"), UNITS.changed(SNAPSHOT_EVERY=2)
-    filled(at, 3, cfg)
-    now = use.load(cfg, at, console=egg_net.Console(Lines())).digest()
+    for name, cooling in ("now", bytes(1)), ("old", b""):
+        with closing(open_run(cfg, str(tmp_path / name))) as run:
+            for step in range(3):
+                run.append(any_fitness(cfg, step)[:-1] + cooling, 0, 0)
+    now = use.load(cfg, str(tmp_path / "now"), console=egg_net.Console(Lines())).digest()
     data = (tmp_path / "old" / history.FILE).read_bytes()
     end = 16 + int.from_bytes(data[8:12], "little")
     header = json.loads(data[12:end - 4])
