@@ -309,7 +309,8 @@ class Trials:
         self._descend(1, a.zeros, 0, reciprocal(1), "ln_f", 0, 1 + 2 * L, self._scale(L))
         for layer in reversed(range(L)):
             self._down_mlp(1 + layer, 2 + 2 * layer, layer, "w_", shifts)
-            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, one, "ln_2", layer, 2 + 2 * layer, self._scale(1 + L + layer))
+            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, one, "ln_2", layer, 2 + 2 * layer,
+                          self._scale(1 + L + layer))
             self._down_attention(layer)
             self._descend(3, a.exponents, 0, one, "ln_1", layer, 1 + 2 * layer, self._scale(layer))
         self._down_mlp(0, 0, 0, "w_emb_mlp_", shifts)
