@@ -34,7 +34,7 @@ What the CUDA engine uses:
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1;
                         offset, pairs: Python ints
-        .trials         None, or with unit trials (SPEC 21) the kernels.units.Trials of a step, in place of `evaluate`
+        .trials         None, or with unit trials (SPEC 21) the kernels.trials.Trials of a step, in place of `evaluate`
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -60,7 +60,7 @@ from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
-from kernels.units import Trials
+from kernels.trials import Trials
 from model import integer_tables
 
 

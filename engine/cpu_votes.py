@@ -220,7 +220,8 @@ class UnitVotes:
         steps.check_digits."""
         cfg = self.cfg
         steps.check_digits(fitness, cfg.STEP_DIGITS)
-        packed, sums = np.frombuffer(fitness[:-1], np.uint8).reshape(cfg.N_CHUNKS, -1), np.zeros(cfg.CHUNK_DIGITS, np.int32)
+        packed = np.frombuffer(fitness[:-1], np.uint8).reshape(cfg.N_CHUNKS, -1)
+        sums = np.zeros(cfg.CHUNK_DIGITS, np.int32)
         self._spread(packed.shape[1], packed.size, add_digits, packed, sums)
         return sums
 

@@ -390,7 +390,8 @@ Members = collections.namedtuple("Members", "evaluation fetched")
 
 def evaluating(engine):
     """The Members of an engine. Reserves device memory for a chunk; with noise on weights in slices whose scratch takes
-    at most half of what is free. The result is losses or, with unit trials, what kernels.units.Trials says."""
+    at most half of what is free. The result is losses or, with unit trials, what kernels.trials.Trials
+    says."""
     cfg, forward, trials = engine.cfg, engine._forward, engine._forward.trials
     chunk, width = cfg.CHUNK_SIZE // cfg.MEMBERS, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, 0 if trials else chunk, "evaluate a single pair")
@@ -557,8 +558,8 @@ class CudaEngine:
             self._begun[first, count] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of a
-        chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
+        """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of
+        a chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self._undo_update()
         self.begin(first, count)
         values = self._begun.pop((first, count)).wait()

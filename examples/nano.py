@@ -36,7 +36,7 @@ ADAPTIVE_THRESHOLD_ALPHA = 0.4                   # votes below this share of the
 SOFTMAX_EXP_SCALE, SOFTMAX_SCALE_BIT = 12.0, 18  # logits in a nat; fractional bits of exponentials
 # Powers of two: a product with them is exact, so that float32 rounds a product and a sum once, as egg does (a fused
 # multiply-add). With other values nano learns as well, but some bits may differ.
-LR_SCHEDULE = (0, 0.5), (300, 0.25), (1200, 0.125)
+LR_SCHEDULE = (0, 0.25), (800, 0.125), (1600, 0.0625), (2100, 0.03125)
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS, ADAM_WEIGHT_DECAY = 0.5, 0.99, 1e-8, 2 ** -12
 SAMPLING_TEMP, SAMPLING_MIN_P, SAMPLING_PRESENCE_PENALTY = 0.6, 0.08, 0.2
 

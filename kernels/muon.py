@@ -136,7 +136,8 @@ def build(cfg):
                             factors[4 * half + e], others[4 * half + e] = a[e], b[e]
                     for i in range(8):
                         for j in range(8):
-                            acc[i, j] = libdevice.fmaf_rn(ptx.bits_float(factors[i]), ptx.bits_float(others[j]), acc[i, j])
+                            acc[i, j] = libdevice.fmaf_rn(ptx.bits_float(factors[i]), ptx.bits_float(others[j]),
+                                                          acc[i, j])
                 cuda.syncthreads()
             for i in range(8):
                 for j in range(8):

@@ -8,7 +8,7 @@ import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int32, int64, types, uint8, uint32
+from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint8, uint32
 
 from kernels import ptx
 from kernels.rules import device
@@ -18,6 +18,7 @@ PLAN = 32                   # int32 entries of a row of the plan (kernels.host.P
 SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
 # the types of arrays, which annotate parameters of kernels; a parameter without annotation is an int64
 A8 = types.Array(int8, 1, "C")
+A16 = types.Array(int16, 1, "C")
 A32 = types.Array(int32, 1, "C")
 AU32 = types.Array(uint32, 1, "C")
 A64 = types.Array(int64, 1, "C")

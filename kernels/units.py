@@ -9,20 +9,18 @@ Votes are products over positions, by the kernel of the update with its operand 
 operand row for every input of a matrix and for every credit.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
-from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint32
+from numba import cuda, float32, float64, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A8, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
+from kernels.parts import (A8, A16, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
 from kernels.rules import NORMS, TARGET, device
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
-from kernels.update import SPLIT, place, products_kernel, vote_index
-from model import integer_tables, parameters, rules, steps, units
+from kernels.update import place, products_kernel, vote_index
+from model import integer_tables, parameters, rules, units
 
 BLOCK = 128                  # threads of a block whose warps have a row each
 WARPS = BLOCK // 32
@@ -31,7 +29,7 @@ HEAD_WARPS = 8
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
 TURNS = 8                    # rows of a warp of a block that has a histogram: few blocks add to that of all
-A16 = types.Array(int16, 1, "C")
+
 add, sub = TARGET.add, TARGET.sub
 mul, div = TARGET.mul, TARGET.div
 nearest = TARGET.nearest
@@ -115,7 +113,8 @@ def row_of_turn(turn):
 def build(cfg, wgmma):
     """{name: Kernel} of a configuration."""
     made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
-    made += (_recurrent_kernels if cfg.MODEL == "gru" else _attention_kernels)(cfg)
+    made += [_loudest_kernel()]
+    made += _recurrent_kernels(cfg) if cfg.MODEL == "gru" else [*_attention_kernels(cfg), *_attention_back_kernels(cfg)]
     kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
     for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
         kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
@@ -333,13 +332,11 @@ def _norm_kernels(cfg):
 
 
 def _attention_kernels(cfg):
-    """Attention of the transformer, forward and back."""
+    """Attention of the transformer, forward."""
     H, D, HEADS, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
     S, WORDS = wide(H) // 4, H // 4
-    SHIFT, OUT, DIMENSIONS, PAIRS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32, D // 2
-    SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
+    SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
     turned = turned_function(cfg)
-    NONE = -2 ** 31
 
     @device
     def turned_word(y, at, rope, angle, values):
@@ -413,6 +410,17 @@ def _attention_kernels(cfg):
                     at += 12 * S
                 attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(read) / float64(total)))
             cuda.syncwarp()
+
+    return quantise, attend
+
+
+def _attention_back_kernels(cfg):
+    """Attention of the transformer, back."""
+    D, HEADS, T = cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
+    S = wide(cfg.HIDDEN_DIM) // 4
+    SHIFT, OUT, DIMENSIONS, PAIRS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32, D // 2
+    SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
+    turned = turned_function(cfg)
 
     @device
     def read_credit(y, r, i, unit):
@@ -520,7 +528,7 @@ def _attention_kernels(cfg):
                     out[at + 8 * S] = mul(float32(v0), of_value)
                     out[at + 8 * S + 1] = mul(float32(v1), of_value)
 
-    return quantise, attend, loudest_read, try_scores, through_attention
+    return loudest_read, try_scores, through_attention
 
 
 def _recurrent_kernels(cfg):
@@ -744,12 +752,12 @@ def _credit_kernels(cfg):
     H = cfg.HIDDEN_DIM
     WORDS, S, INNER, S4 = H // 4, wide(H) // 4, H, wide(4 * H) // 4
 
-    def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32, by: F1,
-                rows, c: A32, out: A32, out_exponents: A32, counts: A32):
-        """c float32 [rows, 4 S], as words, = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts` products side
-        by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of bits `less`. at:
-        of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8 [rows, S], their
-        exponents to out_exponents and counts."""
+    def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32,
+                by: F1, rows, c: A32, out: A32, out_exponents: A32, counts: A32):
+        """c float32 [rows, 4 S], as words, = (c + the credits y below a norm) * by. y int32 [rows, y_words]: `parts`
+        products side by side, of rows of credits with exponents [parts, padded], times 2^-shift times the float32 of
+        bits `less`. at: of the norm's weights; n, means: of `norm`; by float32 [rows]. The new rows go to out int8
+        [rows, S], their exponents to out_exponents and counts."""
         here = cleared(cuda.shared.array(BINS, int32))
         for turn in range(TURNS):
             r, lane = row_of_turn(turn), cuda.threadIdx.x & 31
@@ -846,6 +854,10 @@ def _credit_kernels(cfg):
                 note(e_row, top, out_exponents, part * padded + r, here)
         add_counts(here, counts, cuda.blockIdx.y * BINS)
 
+    return descend, try_inner, as_rows
+
+
+def _loudest_kernel():
     def loudest(counts: A32, tops: A32):
         """tops[part]: units.loudest of the histogram counts[part], which it clears. Grid: parts, of BINS threads."""
         local, best = cuda.shared.array(BINS, int32), cuda.shared.array(1, int32)
@@ -865,7 +877,7 @@ def _credit_kernels(cfg):
         if t == 0:
             tops[part] = best[0] - units.EXPONENTS if best[0] >= 0 else 0
 
-    return descend, try_inner, as_rows, loudest
+    return loudest
 
 
 # --- votes ------------------------------------------------------------------------------------------------------------
@@ -925,8 +937,8 @@ def _vote_kernels(cfg):
                 cuda.atomic.add(votes, at + vote_index(token, unit, True, V), v)
 
     def bias_votes(c: A8, words, first, exponents: A32, at, tops: A32, part, rows, to, votes: A32):
-        """Adds credits c int8 [rows, 4 words], H from byte `first` on, over all rows to votes[to...]. A thread a unit of
-        64 rows."""
+        """Adds credits c int8 [rows, 4 words], H from byte `first` on, over all rows to votes[to...]. A thread a unit
+        of 64 rows."""
         i = cuda.grid(1)
         unit, block, total = i % H, i // H, int32(0)
         for r in range(block * 64, min(block * 64 + 64, rows)):
@@ -965,354 +977,3 @@ def _vote_kernels(cfg):
             packed[i] = byte_
 
     return spread, token_votes, bias_votes, vote_sizes, vote_digits, pack_digits
-
-
-# --- launches ---------------------------------------------------------------------------------------------------------
-
-class Trials:
-    """The device arrays and launches of a chunk. `reserve` on the device, `pack` after every change of the weights,
-    `launch` a chunk; then arrays.result holds the loss, the sizes of votes and the packed digits (digits_of). Of the
-    arrays, weights int8 [windows * SEQ_LEN] are those of the positions in 7ths: all 7 unless somebody sets them (SPEC
-    22)."""
-
-    def __init__(self, cfg, wgmma):
-        self.cfg, self.kernels = cfg, build(cfg, wgmma)
-        self.gru, self._tensors = cfg.MODEL == "gru", parameters.tensors(cfg)
-        self._named = {(t.name, t.layer): t for t in self._tensors}
-        self.rows = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-        self.padded = wide(max(self.rows, cfg.CHUNK_SIZE * cfg.STATE_TOKENS))
-        self.S, self.S4, self.VS = wide(cfg.HIDDEN_DIM), wide(4 * cfg.HIDDEN_DIM), wide(cfg.VOCAB_SIZE)
-        # where the rows of a matrix begin: those for outputs, of one input side by side, and those for inputs
-        together = ("w_f", "w_h") if self.gru else ("w_q", "w_k", "w_v")
-        first = [self._named[name, layer] for layer in range(cfg.N_LAYERS) for name in together]
-        matrices = first + [t for t in self._tensors if t.matrix and t not in first]
-        ends = np.cumsum([0] + [wide(t.rows) * wide(t.cols) for t in matrices + matrices]).tolist()
-        self._packed = {t: (ends[k], ends[len(matrices) + k]) for k, t in enumerate(matrices)}
-        self.packed_bytes = ends[-1]
-
-    def _sizes(self):
-        """{name: (numbers, dtype)} of the arrays."""
-        cfg, R, S, L = self.cfg, self.padded, self.S, self.cfg.N_LAYERS
-        squares = 1 if self.gru else cfg.CHUNK_SIZE * cfg.N_HEADS * cfg.SEQ_LEN ** 2
-        norms, mlps = 2 * L + (1 if self.gru else 2), L + (0 if self.gru else 1)
-        per = 2 if self.gru else 3
-        z = {A8: np.int8, A16: np.int16, A32: np.int32}[logit_type(cfg)]
-        return dict(
-            packed=(self.packed_bytes, np.int8), h=(R * S, np.int8), normed=(norms * R * S, np.int8),
-            means=(norms * R, np.int32), before=(mlps * R * self.S4, np.int8), inner=(mlps * R * self.S4, np.int8),
-            scales=((mlps + L) * R, np.float32), ones=(per * R, np.float32), y=(R * max(per * S, self.S4), np.int32),
-            z=(min(HEAD_ROWS, R) * self.VS, z), errors=(R * self.VS, np.int8), losses=(R, np.int64), c=(R * S, np.float32),
-            credits=(R * max(per * S, self.S4), np.int8), exponents=(per * R, np.int32), zeros=(R, np.int32),
-            counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
-            qkv=(1 if self.gru else L * R * 3 * S, np.int8), shares=(1 if self.gru else L * squares, np.int16),
-            attended=(1 if self.gru else L * R * S, np.int8), qkv_scales=(1 if self.gru else L * 3 * R, np.float32),
-            read=(1 if self.gru else R * S, np.int16), trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
-            gates=(R * 2 * S if self.gru else 1, np.int8), kept=(4 * L * R * S if self.gru else 1, np.int8),
-            states=(cfg.CHUNK_SIZE * cfg.HIDDEN_DIM * L if self.gru else 1, np.int8),
-            operand=((self.VS + 8 * S) * (blocks(self.rows, SPLIT) + 1) * SPLIT // 4, np.int32),
-            weights=(self.rows, np.int8), votes=(cfg.CHUNK_DIGITS, np.int32), digits=(cfg.CHUNK_DIGITS, np.int8),
-            result=(1 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
-
-    def bytes_needed(self):
-        return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
-
-    def reserve(self):
-        """Reserves the arrays, all 0 but `ones` and the weights, and uploads the tables."""
-        cfg = self.cfg
-        made = {name: cuda.device_array(count, kind) for name, (count, kind) in self._sizes().items()}
-        for array in made.values():
-            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes)
-        self.arrays = a = SimpleNamespace(**made)
-        a.ones.copy_to_device(np.ones(a.ones.size, np.float32))
-        a.weights.copy_to_device(np.full(a.weights.size, units.FULL, np.int8))
-        of_tensors = np.array([x for t in self._tensors for x in (t.weights, t.size)], np.int64)
-        tables = dict(exps=integer_tables.exp_table(cfg), gelu=integer_tables.gelu_table(), of_tensors=of_tensors,
-                      trials=units.trial_tables(cfg)[1], cuts=units.trial_tables(cfg)[0],
-                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
-        self.tables = SimpleNamespace(**{name: cuda.to_device(table) for name, table in tables.items()})
-        self._totals, digits = a.result[:1 + len(self._tensors)], a.result[1 + len(self._tensors):].view(np.uint8)
-        self._digits = digits[:steps.packed_size(cfg.CHUNK_DIGITS)]
-        self._tiles = {}
-
-    def digits_of(self, result):
-        """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
-        size = steps.packed_size(self.cfg.CHUNK_DIGITS)
-        return result[1 + len(self._tensors):].tobytes()[:size], int(result[0])
-
-    def _launch(self, name, work, *arguments, threads=BLOCK, high=1):
-        """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
-        self.kernels[name]((blocks(work, threads), high), threads, self._stream, *arguments)
-
-    def _rows(self, name, *arguments, high=1, turns=1):
-        """A kernel with a warp for a row, or for `turns` rows."""
-        self.kernels[name]((blocks(self._count, WARPS * turns), high), BLOCK, self._stream, *arguments)
-
-    def pack(self, stream, weights):
-        self._stream, packed = stream, self.arrays.packed.view(np.int32)
-        for t, (forward, back) in self._packed.items():
-            self._launch("pack", t.rows // 4 * blocks(t.cols, 4), weights.view(np.int32), t.weights // 4, t.rows, t.cols,
-                         packed, forward // 4, wide(t.rows) // 4, back // 4, wide(t.cols) // 4)
-
-    def _product(self, kernel, x, x_bytes, tensor, *arguments, back=False, columns=0):
-        """A product of rows x of x_bytes with a matrix, or with the transposed one; the last arguments are the kernel's.
-        columns: of the result, where several matrices lie side by side."""
-        inputs, outputs = (tensor.cols, tensor.rows) if back else (tensor.rows, tensor.cols)
-        grid = (columns or wide(outputs)) // TILE, blocks(self._count, TILE)
-        self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4,
-                             self.arrays.packed.view(np.int32), self._packed[tensor][back] // 4, wide(inputs) // 4,
-                             wide(inputs) // DEPTH, *arguments)
-
-    def launch(self, stream, weights, windows, job):
-        """Fills arrays.result. weights: all, int8; windows int32, flat, as model.soft_targets.windows; job uint32: seed
-        of the step, number of the first window."""
-        cfg, a = self.cfg, self.arrays
-        self._stream, self._weights, self._windows = stream, weights, windows
-        self._count = self.rows
-        for sums in self._totals, a.votes, a.c, a.states:
-            cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        read = self._read_recurrent if self.gru else self._read_transformer
-        if cfg.STATE_TOKENS:
-            self._count = cfg.CHUNK_SIZE * cfg.STATE_TOKENS
-            read(0, cfg.STATE_TOKENS)
-            self._count = self.rows
-        read(cfg.STATE_TOKENS, cfg.SEQ_LEN)
-        self._head(job)
-        (self._down_recurrent if self.gru else self._down_transformer)()
-        embedding = self._named["embedding", 0]
-        self._launch("token_votes", self._count * cfg.HIDDEN_DIM, a.credits, a.exponents, a.tops, windows, self._count,
-                     embedding.weights, a.votes)
-        of_tensors, sizes, tensors = self.tables.of_tensors, self._totals[1:], len(self._tensors)
-        self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, sizes, high=tensors)
-        self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, sizes, a.digits, high=tensors)
-        self._launch("pack_digits", self._digits.size, a.digits, self._digits)
-
-    # slices of arrays that have one part for every norm, MLP or layer
-
-    def _part(self, name, number, size):
-        return getattr(self.arrays, name)[number * size:(number + 1) * size]
-
-    def _normed(self, number):
-        return self._part("normed", number, self.padded * self.S)
-
-    def _means(self, number):
-        return self._part("means", number, self.padded)
-
-    def _scale(self, number):
-        return self._part("scales", number, self.padded)
-
-    # forward
-
-    def _read_norm(self, number, name, layer):
-        named = self._named
-        bias = -1 if self.gru else named[name + "_bias", layer].weights
-        self._rows("norm", self.arrays.h.view(np.int32), self._weights, named[name, layer].weights, bias, self._count,
-                   self._normed(number).view(np.int32), self._means(number))
-
-    def _read_mlp(self, number, norm, layer, weights, biases):
-        a, cfg, named = self.arrays, self.cfg, self._named
-        before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
-        bias_up, bias_down = (-1 if self.gru else named[biases + end, layer].weights for end in ("up", "down"))
-        self._product("product", self._normed(norm), self.S, named[weights + "up", layer], a.y, self.S4)
-        self._launch("inner", self._count * cfg.HIDDEN_DIM, a.y, self._weights, bias_up, self.tables.gelu, self._count,
-                     before.view(np.int32), inner.view(np.int32))
-        self._product("product", inner, self.S4, named[weights + "down", layer], a.y, self.S)
-        self._rows("residual", a.y, cfg.SHIFT_MLP_DOWN, self._weights, bias_down, self._count, a.h.view(np.int32),
-                   self._scale(number))
-
-    def _embed(self, skip, n):
-        a, named = self.arrays, self._named
-        bias = -1 if self.gru else named["emb_bias", 0].weights
-        self._rows("embed", a.packed.view(np.int32), self._packed[named["embedding", 0]][0] // 4, self._weights, bias,
-                   self._windows, skip, n, self._count, a.h.view(np.int32))
-
-    def _read_transformer(self, skip, n):
-        cfg, a, named, L = self.cfg, self.arrays, self._named, self.cfg.N_LAYERS
-        self._embed(skip, n)
-        self._read_norm(0, "ln_init", 0)
-        self._read_mlp(0, 0, 0, "w_emb_mlp_", "mlp_emb_bias_")
-        for layer in range(L):
-            self._read_norm(1 + 2 * layer, "ln_1", layer)
-            qkv, attended = self._qkv(layer), self._part("attended", layer, self.padded * self.S)
-            self._product("product", self._normed(1 + 2 * layer), self.S, named["w_q", layer], a.y, 3 * self.S,
-                          columns=3 * self.S)
-            self._rows("quantise", a.y, self.tables.rope, self._count, self.padded, qkv.view(np.int32),
-                       self._part("qkv_scales", layer, 3 * self.padded), high=3)
-            self._heads("attend", qkv.view(np.int32), qkv, self.tables.exps, self._shares(layer), attended)
-            self._product("product", attended, self.S, named["w_o", layer], a.y, self.S)
-            self._rows("residual", a.y, cfg.SHIFT_OUT, self._weights, -1, self._count, a.h.view(np.int32),
-                       self._scale(1 + L + layer))
-            self._read_norm(2 + 2 * layer, "ln_2", layer)
-            self._read_mlp(1 + layer, 2 + 2 * layer, layer, "w_", "mlp_bias_")
-        self._read_norm(1 + 2 * L, "ln_f", 0)
-
-    def _qkv(self, layer):
-        return self._part("qkv", layer, 3 * self.padded * self.S)
-
-    def _shares(self, layer):
-        return self._part("shares", layer, self.arrays.trials.size)
-
-    def _heads(self, name, *arguments):
-        """A kernel with a block a head of a window."""
-        self.kernels[name]((self.cfg.CHUNK_SIZE, self.cfg.N_HEADS), BLOCK, self._stream, *arguments)
-
-    def _kept(self, layer):
-        """States before a position, gates, gated states, candidates."""
-        return [self._part("kept", 4 * layer + k, self.padded * self.S) for k in range(4)]
-
-    def _read_recurrent(self, skip, n):
-        cfg, a, named = self.cfg, self.arrays, self._named
-        self._embed(skip, n)
-        for layer in range(cfg.N_LAYERS):
-            self._read_norm(2 * layer, "ln_1", layer)
-            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32), 2 * self.S,
-                          columns=2 * self.S)
-            matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
-            biases = (named[name, layer].weights for name in ("b_f", "b_h"))
-            states = self._part("states", layer, cfg.CHUNK_SIZE * cfg.HIDDEN_DIM)
-            self._launch("recur", blocks(cfg.CHUNK_SIZE, 8) * cfg.HIDDEN_DIM, a.gates, self._weights.view(np.int32),
-                         self._weights, *matrices, *biases, self._windows, skip, n, cfg.CHUNK_SIZE, states,
-                         *self._kept(layer), a.h, threads=cfg.HIDDEN_DIM)
-            self._read_norm(2 * layer + 1, "ln_2", layer)
-            self._read_mlp(layer, 2 * layer + 1, layer, "w_", "")
-        self._read_norm(2 * cfg.N_LAYERS, "ln_f", 0)
-
-    # back
-
-    def _head(self, job):
-        """Losses, errors, the votes on the head, and in a.y the credits of its inputs."""
-        cfg, a, head = self.cfg, self.arrays, self._named["head" if self.gru else "embedding", 0]
-        normed = self._normed(2 * cfg.N_LAYERS + (0 if self.gru else 1))
-        every = self._count
-        for first in range(0, every, HEAD_ROWS):
-            self._count = min(HEAD_ROWS, every - first)
-            self._product("logits", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
-            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
-                                   self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.losses)
-        self._count = every
-        self._launch("add_losses", blocks(every, 4), a.losses, every, a.result)
-        self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
-        self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
-
-    def _tiles_of(self, groups, inputs):
-        """(tiles of products of credits with `inputs` operand rows, which follow them; operand rows): on the device."""
-        key = tuple(t for t, *_ in groups), inputs
-        if key not in self._tiles:
-            first, tiles = sum(wide(t.cols) for t, *_ in groups), []
-            depth, at = blocks(self.rows, 64) * 64, 0
-            for t, *_ in groups:
-                tiles += [(at + p, first + s, min(TILE, t.cols - p), min(TILE, t.rows - s), 0, depth,
-                           t.weights - 4 * at, t.cols, 1, s) for p in range(0, t.cols, TILE)
-                          for s in range(0, t.rows, TILE)]
-                at += wide(t.cols)
-            self._tiles[key] = cuda.to_device(np.array(tiles, np.int32)), first + wide(inputs)
-        return self._tiles[key]
-
-    def _vote(self, groups, inputs, inputs_bytes):
-        """Votes on matrices that have the same inputs int8 [rows, inputs_bytes]. groups: of each (tensor, credits int8,
-        bytes of a row, first byte, first exponent, number of its top or -1: no exponents)."""
-        a, rows = self.arrays, groups[0][0].rows
-        tiles, operand_rows = self._tiles_of(groups, rows)
-        at = 0
-
-        def spread(source, width, first, columns, exponents, part, row):
-            self.kernels["spread"]((blocks(columns, 128), blocks(self._count, 64)), BLOCK, self._stream,
-                                   source.view(np.int32), width // 4, first // 4, columns, a.exponents, exponents,
-                                   a.tops, part, self._count, row, operand_rows, a.operand)
-
-        for t, credits, width, first, exponents, part in groups:
-            spread(credits, width, first, wide(t.cols) if part < 0 else t.cols, exponents, part, at)
-            at += wide(t.cols)
-        spread(inputs, inputs_bytes, 0, rows, 0, -1, at)
-        splits = blocks(self._count, SPLIT)
-        self.kernels["products"](len(tiles) * splits, THREADS, self._stream, tiles, a.operand, np.int32(operand_rows),
-                                 np.int32(0), a.votes)
-
-    def _descend(self, parts, exponents, shift, less, norm, layer, number, by):
-        """From a.y to the rows of credits a.credits [rows, S], exponents a.exponents[0]."""
-        a = self.arrays
-        self._rows("descend", a.y, parts * self.S, parts, exponents, self.padded, shift,
-                   int(np.float32(less).view(np.int32)), self._weights, self._named[norm, layer].weights,
-                   self._normed(number).view(np.int32), self._means(number), by, self._count, a.c.view(np.int32),
-                   a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
-        self._loudest(1)
-
-    def _loudest(self, parts):
-        self.kernels["loudest"](parts, BINS, self._stream, self.arrays.counts, self.arrays.tops)
-
-    def _down_mlp(self, number, norm, layer, weights, shifts=(0, 0), divisors=(1, 1)):
-        """From the rows of the credits of an MLP's sum to a.y, the credits of its norm's outputs, their exponents."""
-        a, named = self.arrays, self._named
-        before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
-        up, down = named[weights + "up", layer], named[weights + "down", layer]
-        self._vote([(down, a.credits, self.S, 0, 0, 0)], inner, self.S4)
-        self._product("product", a.credits, self.S, down, a.y, self.S4, back=True)
-        self._rows("try_inner", a.y, a.exponents, shifts[1] + 3, self._reciprocal(divisors[1]), before.view(np.int32),
-                   self.tables.trials, self._count, a.credits.view(np.int32), a.exponents, a.counts, turns=TURNS)
-        self._loudest(1)
-        self._vote([(up, a.credits, self.S4, 0, 0, 0)], self._normed(norm), self.S)
-        self._product("product", a.credits, self.S4, up, a.y, self.S, back=True)
-
-    @staticmethod
-    def _reciprocal(divisor):
-        """The bits of a float32."""
-        return int((np.float32(1) / np.float32(divisor)).view(np.int32))
-
-    def _down_transformer(self):
-        cfg, a, named, L = self.cfg, self.arrays, self._named, self.cfg.N_LAYERS
-        shifts = cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 1 + 2 * L, self._scale(L))
-        for layer in reversed(range(L)):
-            self._down_mlp(1 + layer, 2 + 2 * layer, layer, "w_", shifts)
-            self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_2", layer, 2 + 2 * layer, self._scale(1 + L + layer))
-            self._down_attention(layer)
-            self._descend(3, a.exponents, 0, 1, "ln_1", layer, 1 + 2 * layer, self._scale(layer))
-        self._down_mlp(0, 0, 0, "w_emb_mlp_", shifts)
-        self._descend(1, a.exponents, cfg.SHIFT_MLP_UP, 1, "ln_init", 0, 0, a.ones)
-
-    def _down_attention(self, layer):
-        cfg, a, named = self.cfg, self.arrays, self._named
-        qkv, shares = self._qkv(layer), self._shares(layer)
-        attended = self._part("attended", layer, self.padded * self.S)
-        out, half = named["w_o", layer], a.window_tops.size // 2
-        tops, trial_tops = a.window_tops[:half], a.window_tops[half:]
-        self._vote([(out, a.credits, self.S, 0, 0, 0)], attended, self.S)
-        self._product("product", a.credits, self.S, out, a.y, self.S, back=True)
-        cuda.cudadrv.driver.device_memset(a.window_tops, 0, a.window_tops.nbytes, self._stream)
-        self._heads("loudest_read", a.y, a.exponents, tops)
-        self._heads("try_scores", a.y, a.exponents, tops, qkv.view(np.int32), attended, shares, a.read, a.trials,
-                    trial_tops)
-        self._heads("through_attention", tops, qkv.view(np.int16), a.read.view(np.int32), shares, a.trials, trial_tops,
-                    self.tables.rope, a.parts)
-        self._side_by_side("qkv", layer, 1 + 2 * layer, self._part("qkv_scales", layer, 3 * self.padded))
-
-    def _side_by_side(self, names, layer, norm, by):
-        """From a.parts to votes on the matrices w_q, w_k, w_v or w_f, w_h, and to their products side by side in
-        a.y."""
-        a, parts, S = self.arrays, len(names), self.S
-        matrices = [self._named["w_" + name, layer] for name in names]
-        self._rows("as_rows", a.parts, parts, by, self.padded, self._count, a.credits.view(np.int32), a.exponents,
-                   a.counts, high=parts, turns=TURNS)
-        self._loudest(parts)
-        self._vote([(t, a.credits, parts * S, k * S, k * self.padded, k) for k, t in enumerate(matrices)],
-                   self._normed(norm), S)
-        for k, t in enumerate(matrices):
-            self._product("product", a.credits[k * S:], parts * S, t, a.y[k * S:], parts * S, back=True)
-
-    def _down_recurrent(self):
-        cfg, a, named = self.cfg, self.arrays, self._named
-        narrow, broad = (parameters.divisor(cfg, n * cfg.HIDDEN_DIM) for n in (1, 4))
-        less = np.float32(1) / np.float32(narrow)
-        self._descend(1, a.zeros, 0, 1, "ln_f", 0, 2 * cfg.N_LAYERS, a.ones)
-        for layer in reversed(range(cfg.N_LAYERS)):
-            self._down_mlp(layer, 2 * layer + 1, layer, "w_", divisors=(narrow, broad))
-            self._descend(1, a.exponents, 0, less, "ln_2", layer, 2 * layer + 1, a.ones)
-            before, gates, past, candidates = self._kept(layer)
-            self._launch("through_states", cfg.CHUNK_SIZE * cfg.HIDDEN_DIM, a.c, self._windows, cfg.STATE_TOKENS,
-                         cfg.SEQ_LEN, cfg.CHUNK_SIZE, before, gates, candidates, self.tables.cuts, a.parts)
-            self._side_by_side("fh", layer, 2 * layer, a.ones)
-            for k, (name, inputs) in enumerate((("u_f", before), ("u_h", past))):
-                self._vote([(named[name, layer], a.credits, 2 * self.S, k * self.S, k * self.padded, k)], inputs, self.S)
-                self._launch("bias_votes", cfg.HIDDEN_DIM * blocks(self._count, 64), a.credits, self.S // 2,
-                             k * self.S, a.exponents, k * self.padded, a.tops, k, self._count,
-                             named["b" + name[1:], layer].weights, a.votes)
-            self._descend(2, a.exponents, 0, less, "ln_1", layer, 2 * layer, a.ones)

@@ -285,8 +285,8 @@ def power(e):
 
 
 def with_exponent(credits, bits, axis=-1):
-    """(int64, exponents): float32 credits as whole numbers of `bits` bits times 2^exponent. Those along an axis have one
-    exponent."""
+    """(int64, exponents): float32 credits as whole numbers of `bits` bits times 2^exponent. Those along an axis have
+    one exponent."""
     top = np.abs(credits).max(axis, keepdims=True)
     e = np.clip(np.frexp(top)[1] - bits, -units.EXPONENTS, units.EXPONENTS) * (top > 0) - units.EXPONENTS * (top == 0)
     limit = (1 << bits) - 1
@@ -308,7 +308,8 @@ class Trial(Reading):
         seen, self.see = {}, lambda layer, name, values: seen.update({name: values})
         losses = self.losses(self.tokens, targets)
         self.kept["normed_f", 0] = seen["LN_F"]
-        self.errors = self.head_errors(seen["Logits"], targets, seed, weight * (np.zeros(T, np.int64) + counted)[:, None])
+        weights = weight * (np.zeros(T, np.int64) + counted)[:, None]
+        self.errors = self.head_errors(seen["Logits"], targets, seed, weights)
         self.rows = {}
         head = self.stored(self.tensors["head" if cfg.MODEL == "gru" else "embedding", 0])
         c = self.through_norm([(times(self.errors, head.T), f32(1))], "ln_f", 0, "normed_f")
@@ -316,8 +317,8 @@ class Trial(Reading):
         return sum(losses)
 
     def head_errors(self, z, targets, seed, weight):
-        """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight / 7, rounded down after
-        a dither; 0 where a logit is at its limit and cannot follow."""
+        """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight / 7, rounded down
+        after a dither; 0 where a logit is at its limit and cannot follow."""
         exp, V = integer_tables.exp_table(self.cfg).astype(np.int64), self.cfg.VOCAB_SIZE
         w = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
         share = w * ((127 << 48) // w.sum(1, keepdims=True)) >> 32
@@ -329,8 +330,9 @@ class Trial(Reading):
         return np.where(stuck, 0, errors)
 
     def through_norm(self, parts, norm, layer, outputs):
-        """float32 [positions, HIDDEN_DIM]: the credits below a norm, from those of its outputs, the sum of `parts`: whole
-        numbers times float32 [positions, 1]. What makes a row only longer is worth nothing, as the norm takes it out."""
+        """float32 [positions, HIDDEN_DIM]: the credits below a norm, from those of its outputs, the sum of `parts`:
+        whole numbers times float32 [positions, 1]. What makes a row only longer is worth nothing, as the norm takes it
+        out."""
         n = self.kept[outputs, layer]
         c, along = (functools.reduce(np.add, [f32(x) * scale for x, scale in of])
                     for of in (parts, [((x * n).sum(1, keepdims=True), scale) for x, scale in parts]))
@@ -342,8 +344,8 @@ class Trial(Reading):
         self.rows[name, layer] = with_exponent(credits, units.ROW_BITS)
 
     def handed(self, name, layer, matrix, shift=0, divisor=1):
-        """(int64 [positions, inputs], float32 [positions, 1]): what credits hand down through a matrix, whole numbers and
-        their scale, with 2^-shift and a divisor."""
+        """(int64 [positions, inputs], float32 [positions, 1]): what credits hand down through a matrix, whole numbers
+        and their scale, with 2^-shift and a divisor."""
         whole, e = self.rows[name, layer]
         return (times(whole, self.stored(self.tensors[matrix, layer]).T), power(e - shift) * (f32(1) / f32(divisor)))
 
@@ -372,7 +374,7 @@ class Trial(Reading):
         self.row("embedding", 0, c)
 
     def through_attention(self, c, layer):
-        """Notes the credits of queries, keys and values, from those of what is read, float32 [positions, HIDDEN_DIM]."""
+        """Notes the credits of queries, keys and values, from those of what is read, float32 [positions, H]."""
         cfg, kept = self.cfg, self.kept
         q, k, v, y = (kept[name, layer] for name in ("query", "key", "value", "attended"))
         of_query, of_key, of_value = (np.zeros(c.shape, np.float32) for _ in range(3))

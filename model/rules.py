@@ -17,7 +17,8 @@ from model import steps
 # of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32 d, toward
 # zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; bits: int32 of a float32, float_of: back; nearest:
 # int32 of a float32, ties to even; the others of float32.
-Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div bits float_of nearest")
+Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div bits float_of "
+                        "nearest")
 i32 = np.int32
 u32 = np.uint32
 f32 = np.float32
