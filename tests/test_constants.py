@@ -75,7 +75,7 @@ nano-egg | GROUP_SIZE=48 | divide POPULATION_SIZE
 nano-egg | MODEL=lstm | transformer, gru
 nano-egg | HIDDEN_DIM=100 | multiple of 32
 nano-egg | MODEL=transformer | VALIDATE_WINDOW = 448: has no meaning
-laptop | OPTIMIZER=ztest | OPTIMIZER = ztest: must be adamw with PERTURB = units
+laptop | OPTIMIZER=ztest USE_MUON=0 | OPTIMIZER = ztest: must be adamw with PERTURB = units
 laptop | ADAPTIVE_NOISE_MODE=1 | ADAPTIVE_NOISE_MODE = 1: must be 0
 laptop | GROUP_SIZE=4 | GROUP_SIZE = 4: must be 2 with PERTURB = units
 laptop | CHUNK_SIZE=1048576 POPULATION_SIZE=0 | CHUNK_SIZE = 1048576: must be at most 2048 with

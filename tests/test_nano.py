@@ -10,7 +10,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import parameters
+from model import parameters, steps
 from recordings import write_decoding
 
 sys.path.append(os.path.join(egg_config.ROOT, "examples"))
@@ -33,10 +33,11 @@ assert not any(module.partition(".")[0] in ("numba", "model", "engine", "egg_con
 
 
 def configuration():
-    """The Config of nano's settings: those of a preset but for the constants that nano has, too."""
+    """The Config of nano's settings: those of a preset but for the constants that nano has, too, and for Muon."""
     settings = {name: getattr(nano, name) for name in egg_config.CONSTANTS if hasattr(nano, name)}
     assert len(settings) > 14
-    return egg_config.make(**{**egg_config.PRESETS["laptop-bytes"], **settings, "LR_SCHEDULE": SCHEDULE})
+    return egg_config.make(**{**egg_config.PRESETS["laptop-bytes"], **settings, "USE_MUON": 0,
+                               "LR_SCHEDULE": SCHEDULE})
 
 
 def of_engine(flat, t):
@@ -54,7 +55,7 @@ def trained(compiled_units):
         packed, loss = engine.evaluate(0, cfg.CHUNK_SIZE)
         units = cfg.POPULATION_SIZE * cfg.SEQ_LEN * 256 * cfg.SOFTMAX_EXP_SCALE * np.log(2)
         assert bits == pytest.approx(loss / units, rel=1e-3)    # that of the engine is a whole number
-        engine.update(packed)
+        engine.update(steps.join_digits(cfg, [packed]))
     assert len(losses) == STEPS
     return engine, last
 
