@@ -88,7 +88,7 @@ class Trials:
         cfg = self.cfg
         made = {name: cuda.device_array(count, kind) for name, (count, kind) in sizes(cfg, self.padded).items()}
         for array in made.values():
-            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes)
+            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, 0)
         self.arrays = a = SimpleNamespace(**made)
         a.ones.copy_to_device(np.ones(a.ones.size, np.float32))
         a.weights.copy_to_device(np.full(a.weights.size, units.FULL, np.int8))

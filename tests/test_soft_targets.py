@@ -79,7 +79,7 @@ def test_a_table_that_the_memory_cannot_hold_is_refused():
     with raises(ValueError, match="SOFT_TARGETS: .* 4,398,046,511,104 tokens .* with -D SOFT_TARGETS=$"):
         soft_targets.Tables(cfg, huge)
     for count, word in (huge.size, "SOFT_TARGETS="), (1000, None):               # `prepare` does not lead there
-        assert (word in prepare.training_on("x", 8192, False, False, (count, 99))) == bool(word)
+        assert (word in prepare.training_on("x", False, 8192, False, (count, 99))) == bool(word)
 
 
 @of_every_kind

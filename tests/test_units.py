@@ -71,7 +71,7 @@ def test_every_instruction_set_steps_as_the_plain_reading():
 def test_what_a_chunk_sends():
     for cfg in CFG, CFG.changed(N_LAYERS=3, HIDDEN_DIM=96, VOCAB_SIZE=300):
         assert 0 <= cfg.CHUNK_DIGITS - parameters.n_weights(cfg) < 5 and cfg.CHUNK_DIGITS % 5 == 0
-        assert cfg.STEP_DIGITS == 2 * cfg.CHUNK_DIGITS
+        assert cfg.STEP_DIGITS == 2 * cfg.CHUNK_DIGITS + 5
 
 
 def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
@@ -86,7 +86,7 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
         server.reaches(13)
     thread.join(60)
     for _ in range(13):
-        step_of(alone)
+        step_of(alone, cooling=0)
     assert late.digest() == alone.digest()
     assert "by a snapshot" in said.text
 

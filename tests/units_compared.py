@@ -47,11 +47,13 @@ def random_configuration(seed, widest=128):
     return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
-def step_of(engine):
-    """([(packed digits, loss) of a chunk], weights changed): a whole step of an engine."""
+def step_of(engine, cooling=None):
+    """([(packed digits, loss) of a chunk], weights changed): a whole step of an engine; cooling: by default one that
+    follows from the digits."""
     cfg = engine.cfg
     found = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
-    return found, engine.update(steps.join_digits(cfg, [packed for packed, _ in found], found[0][0][0] % 20))
+    return found, engine.update(steps.join_digits(cfg, [packed for packed, _ in found],
+                                                   found[0][0][0] % 20 if cooling is None else cooling))
 
 
 def fma(a, b, c):
