@@ -320,8 +320,9 @@ def take_out(ours):
             and (getattr(module, "__file__", 0) or "").startswith(ROOT + os.sep) == ours}
 
 
-sys.meta_path.insert(0, OwnFolders)
-take_out(False)                                      # who has imported them keeps them
+if __name__ == "egg_config":                         # not where a copy of this file is loaded under another name
+    sys.meta_path.insert(0, OwnFolders)
+    take_out(False)                                  # who has imported them keeps them
 
 
 def begin_process(main, *arguments):
