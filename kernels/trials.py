@@ -191,7 +191,8 @@ class Trials:
                    self._windows, skip, n, self._count, a.h.view(np.int32))
 
     def _read_transformer(self, skip, n):
-        cfg, a, named, L = self.cfg, self.arrays, self._named, self.cfg.N_LAYERS
+        cfg, a, named = self.cfg, self.arrays, self._named
+        L = cfg.N_LAYERS
         self._embed(skip, n)
         self._read_norm(0, "ln_init", 0)
         self._read_mlp(0, 0, 0, "w_emb_mlp_", "mlp_emb_bias_")
@@ -229,7 +230,7 @@ class Trials:
         self._embed(skip, n)
         for layer in range(cfg.N_LAYERS):
             self._read_norm(2 * layer, "ln_1", layer)
-            self._product("gates", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32),
+            self._product("scaled", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32),
                           2 * self.S, columns=2 * self.S)
             matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
             biases = (named[name, layer].weights for name in ("b_f", "b_h"))
@@ -250,7 +251,7 @@ class Trials:
         every = self._count
         for first in range(0, every, HEAD_ROWS):
             self._count = min(HEAD_ROWS, every - first)
-            self._product("logits", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
+            self._product("scaled", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
             self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
                                    self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.losses)
         self._count = every

@@ -110,6 +110,17 @@ def row_of_turn(turn):
     return (cuda.blockIdx.x * TURNS + turn) * WARPS + (cuda.threadIdx.x >> 5)
 
 
+def divided_function(divisor):
+    """A device function: the quotient of an int32 by a constant."""
+    DIVISOR, RECIPROCAL = int(divisor), np.float32(1) / np.float32(divisor)
+
+    @device
+    def divided(y):
+        return quotient(y, int32(DIVISOR), float32(RECIPROCAL))
+
+    return divided
+
+
 def build(cfg, wgmma):
     """{name: Kernel} of a configuration."""
     made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
@@ -161,74 +172,52 @@ def _pack_kernel():
 
 
 def _product_kernels(cfg, wgmma):
-    """out = x . w over rows of x and of w; x_words, w_words: of a row; `deep` stages of a row are multiplied. Grid:
-    [rows of w / TILE, rows of x / TILE]."""
+    """out = x . w over rows of x and of w, [rows, out_words]: product as int32, scaled as logits and gates are.
+    x_words, w_words: of a row; `deep` stages of a row are multiplied. Grid: [rows of w / TILE, rows of x / TILE]."""
     tile = tile_functions(wgmma)
     TALL, SUMS, APART = tile.TALL, tile.SUMS, tile.APART
     accumulate, corner = tile.accumulate, tile.corner
-    H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
-    DIVISOR, LOGIT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
-    SHORT = logit_type(cfg) is A16
+    GRU, LOGIT, SHORT = cfg.MODEL == "gru", cfg.SHIFT_LOGIT, logit_type(cfg) is A16
+    divided = divided_function(parameters.divisor(cfg, cfg.HIDDEN_DIM))
 
     @device
-    def sums(acc, x, x_words, w, w_at, w_words, deep):
-        t = cuda.threadIdx.x
-        group, lane_row, lane_word = t >> 5, t & 7, ((t & 31) >> 3) * 4
-        for i in range(TALL):
-            for j in range(SUMS):
-                acc[i, j] = 0
-        x_at = (cuda.blockIdx.y * TILE + group * 8 + lane_row) * x_words + lane_word
-        w_here = w_at + (cuda.blockIdx.x * TILE + group * 8) * w_words + (t & 31) * 4
-        accumulate(acc, x, x_at, 8 * x_words, DEPTH // 4, w, w_here, 8 * w_words, DEPTH * 2, deep)
-        p, s = corner()
-        return cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + (s & ~15) + 2 * (s & 6)
+    def keep(out, at, a, b, c, d):
+        ptx.store4(out, at, a, b, c, d)
 
     @device
-    def divided(y):
-        return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+    def keep_scaled(out, at, a, b, c, d):
+        if GRU:
+            out[at >> 2] = pack4(divided(a), divided(b), divided(c), divided(d))
+        elif SHORT:
+            ptx.store2(out, at >> 1, int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16),
+                       int32(c >> LOGIT & 0xFFFF | d >> LOGIT << 16))
+        else:
+            ptx.store4(out, at, a >> LOGIT, b >> LOGIT, c >> LOGIT, d >> LOGIT)
 
-    def product(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
-        """out int32 [rows, out_words]."""
-        acc = cuda.local.array((TALL, SUMS), int32)
-        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
-        for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(0, SUMS, 8):
-                    k = j + 2 * half
-                    ptx.store4(out, at + 2 * j, acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5])
+    def kernel(name, store):
+        """store(out, at, a, b, c, d): four sums of a row, side by side from number `at` on."""
+        def multiply(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
+            acc = cuda.local.array((TALL, SUMS), int32)
+            t = cuda.threadIdx.x
+            group, lane_row, lane_word = t >> 5, t & 7, ((t & 31) >> 3) * 4
+            for i in range(TALL):
+                for j in range(SUMS):
+                    acc[i, j] = 0
+            x_at = (cuda.blockIdx.y * TILE + group * 8 + lane_row) * x_words + lane_word
+            w_here = w_at + (cuda.blockIdx.x * TILE + group * 8) * w_words + (t & 31) * 4
+            accumulate(acc, x, x_at, 8 * x_words, DEPTH // 4, w, w_here, 8 * w_words, DEPTH * 2, deep)
+            p, s = corner()
+            row, col = cuda.blockIdx.y * TILE + p, cuda.blockIdx.x * TILE + (s & ~15) + 2 * (s & 6)
+            for i in range(TALL):
+                for half in range(2):
+                    at = (row + APART * i + 8 * half) * out_words + col
+                    for j in range(0, SUMS, 8):
+                        k = j + 2 * half
+                        store(out, at + 2 * j, acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5])
+        multiply.__name__ = name
+        return multiply
 
-    def logits(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
-        """out [rows, out_words]: logits, of the type of logit_type, as words."""
-        acc = cuda.local.array((TALL, SUMS), int32)
-        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
-        for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(0, SUMS, 8):
-                    k = j + 2 * half
-                    a, b, c, d = acc[i, k], acc[i, k + 1], acc[i, k + 4], acc[i, k + 5]
-                    if GRU:
-                        out[(at + 2 * j) >> 2] = pack4(divided(a), divided(b), divided(c), divided(d))
-                    elif SHORT:
-                        ptx.store2(out, (at + 2 * j) >> 1, int32(a >> LOGIT & 0xFFFF | b >> LOGIT << 16),
-                                   int32(c >> LOGIT & 0xFFFF | d >> LOGIT << 16))
-                    else:
-                        ptx.store4(out, at + 2 * j, a >> LOGIT, b >> LOGIT, c >> LOGIT, d >> LOGIT)
-
-    def gates(x: A32, x_words, w: A32, w_at, w_words, deep, out: A32, out_words):
-        """out int8 [rows, out_words], as words: quotients of the recurrent model."""
-        acc = cuda.local.array((TALL, SUMS), int32)
-        row, col = sums(acc, x, x_words, w, w_at, w_words, deep)
-        for i in range(TALL):
-            for half in range(2):
-                at = (row + APART * i + 8 * half) * out_words + col
-                for j in range(0, SUMS, 8):
-                    k = j + 2 * half
-                    out[(at + 2 * j) >> 2] = pack4(divided(acc[i, k]), divided(acc[i, k + 1]), divided(acc[i, k + 4]),
-                                                   divided(acc[i, k + 5]))
-
-    return [product, logits] + ([gates] if GRU else [])
+    return kernel("product", keep), kernel("scaled", keep_scaled)
 
 
 def logit_type(cfg):
@@ -244,7 +233,8 @@ def _norm_kernels(cfg):
     """Embedding, norms and the residual stream; a warp a row."""
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     WORDS, S = H // 4, wide(H) // 4
-    WIDTH, WIDE_DIVISOR, DIVISOR = cfg.WINDOW, parameters.divisor(cfg, 4 * H), parameters.divisor(cfg, H)
+    WIDTH = cfg.WINDOW
+    divided, divided_wide = (divided_function(parameters.divisor(cfg, n)) for n in (H, 4 * H))
     S4, UP, RELU = wide(4 * H) // 4, cfg.SHIFT_MLP_UP, cfg.MLP_RELU
 
     def embed(table: A32, at, weights: A8, bias, windows: A32, skip, n, rows, h: A32):
@@ -299,8 +289,7 @@ def _norm_kernels(cfg):
                 word, four = h[r * S + j], ptx.load4(y, (r * S + j) * 4)
                 for e in range(4):
                     if GRU:
-                        d = int32(WIDE_DIVISOR)
-                        v = clip(byte(word, e) + quotient(four[e], d, float32(float32(1) / float32(d))))
+                        v = clip(byte(word, e) + divided_wide(four[e]))
                     else:
                         b = int32(weights[bias + 4 * j + e]) if bias >= 0 else int32(0)
                         v = rounded(int32(byte(word, e) + (four[e] >> shift) + b), scale)
@@ -320,7 +309,7 @@ def _norm_kernels(cfg):
             four = ptx.load4(y, 4 * at)
             for e in range(4):
                 if GRU:
-                    v = quotient(four[e], int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
+                    v = divided(four[e])
                     units_[e] = max(v, int32(0)) if RELU else v
                 else:
                     v = clip(int32((four[e] >> UP) + weights[bias + 4 * j + e]))
@@ -333,41 +322,38 @@ def _norm_kernels(cfg):
 
 def _attention_kernels(cfg):
     """Attention of the transformer, forward."""
-    H, D, HEADS, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
     S, WORDS = wide(H) // 4, H // 4
     SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
     turned = turned_function(cfg)
 
     @device
-    def turned_word(y, at, rope, angle, values):
-        """Four neighbours of a head, turned."""
-        four, c = ptx.load4(y, at), ptx.load4(rope, angle)
-        values[0], values[1] = turned(four[0], four[1], c[0], c[1])
-        values[2], values[3] = turned(four[2], four[3], c[2], c[3])
+    def read_four(y, at, part, rope, angle, values):
+        """Four neighbours of a head, queries and keys (parts 0 and 1) turned."""
+        four = ptx.load4(y, at)
+        if part < 2:
+            c = ptx.load4(rope, angle)
+            values[0], values[1] = turned(four[0], four[1], c[0], c[1])
+            values[2], values[3] = turned(four[2], four[3], c[2], c[3])
+        else:
+            for e in range(4):
+                values[e] = four[e]
 
     def quantise(y: A32, rope: A32, rows, padded, qkv: A32, scales: F1):
         """qkv int8 [rows, 3 S] of y int32 [rows, 3 S]: queries and keys turned by their position, all scaled by amax;
         scales float32 [3, padded]. Grid: [rows / WARPS, 3]."""
         r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
         if r < rows:
-            t, first, top, values = r % T, (r * 3 + part) * S, int32(0), int32s(4)
+            t, first = r % T, (r * 3 + part) * S
+            top, values = int32(0), int32s(4)
             for j in range(lane, WORDS, 32):
-                if part < 2:
-                    turned_word(y, (first + j) * 4, rope, t * D + 4 * j % D, values)
-                else:
-                    four = ptx.load4(y, (first + j) * 4)
-                    for e in range(4):
-                        values[e] = four[e]
+                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
                 for e in range(4):
                     top = max(top, abs(values[e]))
             scale = amax_scale(ptx.warp_max(top))
             for j in range(lane, WORDS, 32):
-                if part < 2:
-                    turned_word(y, (first + j) * 4, rope, t * D + 4 * j % D, values)
-                else:
-                    four = ptx.load4(y, (first + j) * 4)
-                    for e in range(4):
-                        values[e] = four[e]
+                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
                 for e in range(4):
                     values[e] = rounded(values[e], scale)
                 qkv[first + j] = pack_rounded(values[0], values[1], values[2], values[3])
@@ -418,7 +404,8 @@ def _attention_back_kernels(cfg):
     """Attention of the transformer, back."""
     D, HEADS, T = cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
     S = wide(cfg.HIDDEN_DIM) // 4
-    SHIFT, OUT, DIMENSIONS, PAIRS = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, D // 32, D // 2
+    SHIFT, OUT = cfg.SHIFT_ATTN, cfg.SHIFT_OUT
+    DIMENSIONS, PAIRS = D // 32, D // 2
     SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
     turned = turned_function(cfg)
 
@@ -493,7 +480,9 @@ def _attention_back_kernels(cfg):
         for t in range(warp, T, WARPS):
             for pair in range(lane, max(D // 2, 32), 32):
                 here, r = head * (D // 2) + min(pair, D // 2 - 1), base + t
-                q0, q1, k0, k1, v0, v1 = int32(0), int32(0), int32(0), int32(0), int64(0), int64(0)
+                q0, q1 = int32(0), int32(0)
+                k0, k1 = int32(0), int32(0)
+                v0, v1 = int64(0), int64(0)
                 for start in range(0, t + 1, 32):            # a lane makes a trial whole, and all take it
                     mine = int32(0)
                     if start + lane <= t:
@@ -535,7 +524,7 @@ def _recurrent_kernels(cfg):
     """The recurrence of a layer, forward and back: TOGETHER windows a block, a thread a unit."""
     H, WIDTH = cfg.HIDDEN_DIM, cfg.WINDOW
     S, WORDS, TOGETHER = wide(H), H // 4, 8
-    DIVISOR = parameters.divisor(cfg, H)
+    divided = divided_function(parameters.divisor(cfg, H))
     open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
 
     @device
@@ -547,10 +536,6 @@ def _recurrent_kernels(cfg):
             w = weights[at + j * H + cuda.threadIdx.x]
             for i in range(TOGETHER):
                 acc[i] = ptx.dp4a(w, vectors[i, j], acc[i])
-
-    @device
-    def divided(y):
-        return quotient(y, int32(DIVISOR), float32(float32(1) / float32(DIVISOR)))
 
     def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, windows: A32, skip, n, count, states: A8,
               before: A8, gates: A8, past: A8, candidates: A8, x: A8):
@@ -631,9 +616,11 @@ def _recurrent_kernels(cfg):
 
 def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
-    T, WIDTH, SKIP, TARGETS = cfg.SEQ_LEN, cfg.WINDOW, cfg.STATE_TOKENS, cfg.TARGETS
+    T, TARGETS = cfg.SEQ_LEN, cfg.TARGETS
+    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
     BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
-    SHORT, NONE, QUADS, RAGGED = logit_type(cfg) is A16, -2 ** 31, blocks(V, 4), V % 4 != 0
+    SHORT, NONE = logit_type(cfg) is A16, -2 ** 31
+    QUADS, RAGGED = blocks(V, 4), V % 4 != 0
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
     FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
 
@@ -750,7 +737,8 @@ def _head_kernels(cfg):
 def _credit_kernels(cfg):
     """Rows of credits: int8 with a power of two, `whole`, and their exponents; a warp a row."""
     H = cfg.HIDDEN_DIM
-    WORDS, S, INNER, S4 = H // 4, wide(H) // 4, H, wide(4 * H) // 4
+    WORDS, INNER = H // 4, H
+    S, S4 = wide(H) // 4, wide(4 * H) // 4
 
     def descend(y: A32, y_words, parts, exponents: A32, padded, shift, less, weights: A8, at, n: A32, means: A32,
                 by: F1, rows, c: A32, out: A32, out_exponents: A32, counts: A32):
@@ -883,7 +871,8 @@ def _loudest_kernel():
 # --- votes ------------------------------------------------------------------------------------------------------------
 
 def _vote_kernels(cfg):
-    H, T, V, WIDTH, SKIP = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.WINDOW, cfg.STATE_TOKENS
+    H, T, V = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE
+    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
     S, TIED = wide(H), cfg.MODEL != "gru"
     LEAST, MOST = units.TABLE_SHIFTS
     ALPHA = units.alpha(cfg)

@@ -16,7 +16,7 @@ from model import parameters, rewards, rules, soft_targets, steps, units
 from model.reading import votes_of_windows
 from readings import equal
 from recordings import python
-from units_compared import GPU_KINDS, chunk_digits, course, engine_of, random_configuration, step_of
+from units_compared import GPU_KINDS, PlainEngine, chunk_digits, course, engine_of, random_configuration, step_of
 
 CFG = UNITS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
@@ -30,6 +30,15 @@ TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 def test_the_cpu_engine_steps_as_the_plain_reading(seed):
     """The votes, and what the update makes of them."""
     assert course(engine_of("auto", seed), 2) == course(engine_of("plain", seed), 2)
+
+
+@pytest.mark.parametrize("seed", [14, 27])
+def test_a_head_of_many_tokens_votes_as_the_plain_reading(seed):
+    """As in the presets: its logits are made a few rows at a time."""
+    cfg = random_configuration(seed)[0].changed(VOCAB_SIZE=8192)
+    tokens = np.random.default_rng(seed).integers(0, 8192, 400).astype(np.uint32)
+    want = PlainEngine(cfg, tokens).evaluate(0, cfg.CHUNK_SIZE)
+    assert cpu_engine.CpuEngine(cfg, tokens, threads=1).evaluate(0, cfg.CHUNK_SIZE) == want
 
 
 @pytest.mark.parametrize("seed", [14, 81])
