@@ -3,6 +3,8 @@
 import ast
 import re
 import shlex
+import textwrap
+import tomllib
 
 import numpy as np
 import pytest
@@ -118,13 +120,21 @@ def test_files_of_the_program_exist(path):
     assert {*re.findall(r"pip install (\S+)", path.read_text())} <= {"-r", "torch`)"}
 
 
-def test_the_tables_of_constants_and_presets_are_those_of_the_program():
+def test_the_tables_of_constants_are_those_of_the_program():
     printed = python(HERE / "egg_config.py")
     written = document("CONFIGURATION")
     assert printed in written, "python egg_config.py prints what stands there"
     assert {row[0] for row in rows(printed)} == {"constant", *egg_config.CONSTANTS}
     assert printed == egg_config.tables() + "\n"
     assert {row[0] for row in rows(written)} >= {*egg_config.PRESETS}
+
+
+def test_the_table_of_a_sweep_has_constants_of_the_program():
+    table = document("CLUSTERS").partition("with a table like\n")[2].partition("\n\nRay Tune")[0]
+    for name, values in tomllib.loads(textwrap.dedent(table))["constants"].items():
+        for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else [values]:
+            if not isinstance(value, bool):
+                configured("laptop-bytes", f"{name}={value}")
 
 
 def test_references_to_the_contract_lead_to_a_section():
