@@ -20,7 +20,7 @@ text[:-460000].tofile(sys.argv[1] + "/input.bin")
 text[-460000:].tofile(sys.argv[1] + "/val.bin")
 END
 set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
-"$python" egg.py train --preset laptop-bytes --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
+"$python" egg.py train --preset laptop-bytes --minutes "$minutes" -D VALIDATE_EVERY=100 -D SAMPLE_EVERY=0 "$@" \
   --log-json "$work/laptop-bytes-cpu.jsonl"
 "$python" -m lab.backprop gru --width 64 --layers 1 --batch 32 --rates 0.006 --device cpu --decoding '' \
   --input "$work/input.bin" --val "$work/val.bin" --seconds "$(awk "BEGIN {print 60 * $minutes}")" >"$work/backprop"
@@ -45,8 +45,6 @@ while read -r file name; do
 done <<'END'
 laptop-bytes-cpu egg: laptop-bytes, 2 cores
 nano-egg-h200 egg: nano-egg, H200
-best-bytes-h200 egg: best-bytes, H200
-best-h200 egg: best, H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200
