@@ -44,6 +44,7 @@ while read -r file name; do
   ln -s "$PWD/docs/learning/$file.jsonl" "$work/$name.jsonl"
 done <<'END'
 laptop-bytes-cpu egg: laptop-bytes, 2 cores
+best-h200 egg: best, H200
 nano-egg-h200 egg: nano-egg, H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
