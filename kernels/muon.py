@@ -17,11 +17,13 @@ from kernels import ptx
 from kernels.parts import A2, A32, F1, F2, int32s
 from model import parameters, rules
 
-TILE = 128                  # rows and columns of a block's outputs, 8 x 8 a thread of 16 x 16
+TILE = 64                   # rows and columns of a block's outputs, 8 x 4 a thread of 8 x 16: enough blocks for a GPU
 DEPTH = 16                  # values of k in its shared memory
 PITCH = TILE + 4            # floats of a k there: few banks twice, fours are aligned
 OPERAND = DEPTH * PITCH
-THREADS = 256
+THREADS = 128
+LOADS = TILE * DEPTH // THREADS     # numbers of each operand that a thread loads
+TOGETHER = 4                # numbers of a matrix that a thread loads before it uses them
 # columns of Work.matrices
 WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)
 
@@ -73,15 +75,21 @@ def build(cfg):
         long = matrices[b, LONG]
         first, at_x = int64(matrices[b, WEIGHTS]), matrices[b, AT_X]
         total = float32(0)
-        for i in range(t, size, PARTS):
-            r, c = i // long, i % long
-            if rows > cols:
-                r, c = c, r
-            at = first + ((r >> 2) * cols + c) * 4 + (r & 3)
-            m = libdevice.fmaf_rn(moments[at, 0], MOMENTUM, libdevice.int2float_rn(-votes[at]))
-            total = libdevice.fmaf_rn(m, m, total)
-            moments[at, 0] = m
-            x[at_x + i] = m
+        old, ats = cuda.local.array(TOGETHER, float32), cuda.local.array(TOGETHER, int64)
+        for some in range(t, size, TOGETHER * PARTS):
+            for e in range(TOGETHER):
+                i = some + e * PARTS
+                r, c = i // long, i % long
+                if rows > cols:
+                    r, c = c, r
+                ats[e] = first + ((r >> 2) * cols + c) * 4 + (r & 3)
+                if i < size:
+                    old[e] = libdevice.fmaf_rn(moments[ats[e], 0], MOMENTUM, libdevice.int2float_rn(-votes[ats[e]]))
+            for e in range(TOGETHER):
+                i = some + e * PARTS
+                if i < size:
+                    total = libdevice.fmaf_rn(old[e], old[e], total)
+                    moments[ats[e], 0], x[at_x + i] = old[e], old[e]
         sums[t] = total
         half = PARTS // 2
         while half > 0:
@@ -91,8 +99,13 @@ def build(cfg):
             half //= 2
         cuda.syncthreads()
         norm = libdevice.fadd_rn(libdevice.fsqrt_rn(sums[0]), EPS)
-        for i in range(t, size, PARTS):
-            x[at_x + i] = libdevice.fdiv_rn(x[at_x + i], norm)
+        for some in range(t, size, TOGETHER * PARTS):
+            for e in range(TOGETHER):
+                if some + e * PARTS < size:
+                    old[e] = x[at_x + some + e * PARTS]
+            for e in range(TOGETHER):
+                if some + e * PARTS < size:
+                    x[at_x + some + e * PARTS] = libdevice.fdiv_rn(old[e], norm)
 
     def product(name, gram):
         """The kernel of a product, as engine.cpu_votes.muon_panels: left . left^T of x, or fma(beta, square . right,
@@ -100,7 +113,8 @@ def build(cfg):
         def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
             ours = cuda.shared.array(OPERAND, float32, 16)
             theirs = cuda.shared.array(OPERAND, float32, 16)
-            acc, factors, others = cuda.local.array((8, 8), float32), int32s(8), int32s(8)
+            acc, factors, others = cuda.local.array((8, 4), float32), int32s(8), int32s(4)
+            next_ours, next_theirs = cuda.local.array(LOADS, float32), cuda.local.array(LOADS, float32)
             t = cuda.threadIdx.x
             matrix = tiles[cuda.blockIdx.x, 0]
             row, col = tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
@@ -109,39 +123,47 @@ def build(cfg):
             at = int64(matrices[matrix, AT_X]) if gram or wide else at_a
             depth, columns = (width, short) if gram else (short, width)
             at_left, at_out = (at, at_a) if gram else (at_a, at)
-            # a thread has rows 8 down + i; columns 4 right + j, and 64 further
+            # a thread has rows 8 down + i, columns 4 right + j
             down, right_ = t // 16, t % 16
             at_ours = ptx.shared_address(ours, 0) + 32 * down
             at_theirs = ptx.shared_address(theirs, 0) + 16 * right_
             for i in range(8):
-                for j in range(8):
+                for j in range(4):
                     acc[i, j] = float32(0)
-            for step in range(0, depth, DEPTH):
-                for n in range(TILE * DEPTH // THREADS):
+            for step in range(0, depth + DEPTH, DEPTH):
+                # the operands of this step, while those of the last one are multiplied
+                for n in range(LOADS):
                     k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
-                    x = left[at_left + (row + i) * depth + step + k] if row + i < short else float32(0)
-                    ours[k * PITCH + i] = x
+                    live = step < depth
+                    x = left[at_left + (row + i) * depth + step + k] if live and row + i < short else float32(0)
+                    next_ours[n] = x
                     if gram:
-                        x = left[at_left + (col + i) * depth + step + k] if col + i < short else float32(0)
+                        x = left[at_left + (col + i) * depth + step + k] if live and col + i < short else float32(0)
                     else:
                         k, i = t // TILE + n * (THREADS // TILE), t % TILE
-                        x = right[at + (step + k) * width + col + i] if col + i < width else float32(0)
-                    theirs[k * PITCH + i] = x
-                cuda.syncthreads()
-                for k in range(DEPTH):
+                        x = right[at + (step + k) * width + col + i] if live and col + i < width else float32(0)
+                    next_theirs[n] = x
+                for k in range(DEPTH if step > 0 else 0):
+                    b = ptx.load_shared4(int32(at_theirs + k * (4 * PITCH)))
                     for half in range(2):
                         a = ptx.load_shared4(int32(at_ours + k * (4 * PITCH) + 16 * half))
-                        b = ptx.load_shared4(int32(at_theirs + k * (4 * PITCH) + 256 * half))
                         for e in range(4):
-                            factors[4 * half + e], others[4 * half + e] = a[e], b[e]
+                            factors[4 * half + e], others[e] = a[e], b[e]
                     for i in range(8):
-                        for j in range(8):
+                        for j in range(4):
                             acc[i, j] = libdevice.fmaf_rn(ptx.bits_float(factors[i]), ptx.bits_float(others[j]),
                                                           acc[i, j])
                 cuda.syncthreads()
+                for n in range(LOADS):
+                    k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
+                    ours[k * PITCH + i] = next_ours[n]
+                    if not gram:
+                        k, i = t // TILE + n * (THREADS // TILE), t % TILE
+                    theirs[k * PITCH + i] = next_theirs[n]
+                cuda.syncthreads()
             for i in range(8):
-                for j in range(8):
-                    r, c = row + 8 * down + i, col + 4 * right_ + j % 4 + 64 * (j // 4)
+                for j in range(4):
+                    r, c = row + 8 * down + i, col + 4 * right_ + j
                     if r < short and c < columns:
                         to = at_out + r * columns + c
                         x = acc[i, j]

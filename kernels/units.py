@@ -320,12 +320,32 @@ def _norm_kernels(cfg):
     return embed, norm, residual, inner
 
 
+def near_function(T):
+    """(neighbouring positions that a warp reads together, a device function: their int32 of position s, which lie side
+    by side in shared memory from address `at` on)."""
+    NEAR = 4 if T <= 512 else 2                  # else shared memory would be too small; T is a multiple of 8
+
+    @device
+    def near(at, s, out):
+        if NEAR == 4:
+            four = ptx.load_shared4(int32(at + 16 * s))
+            for i in range(NEAR):
+                out[i] = four[i]
+        else:
+            for i in range(NEAR):
+                out[i] = ptx.read_shared(int32(at + 4 * (NEAR * s + i)))
+
+    return NEAR, near
+
+
 def _attention_kernels(cfg):
     """Attention of the transformer, forward."""
     H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
     D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
     S, WORDS = wide(H) // 4, H // 4
     SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
+    NEAR, near = near_function(T)
+    READS = NEAR * DIMENSIONS
     turned = turned_function(cfg)
 
     @device
@@ -362,39 +382,63 @@ def _attention_kernels(cfg):
 
     def attend(qkv: A32, values: A8, exps: A32, shares: A16, attended: A8):
         """shares int16 [windows, heads, T, T], in 2^-12; attended int8 [rows]: what is read. values: the bytes of qkv.
-        Grid: [windows, heads], a warp for every fourth position."""
-        scores = cuda.shared.array((WARPS, T), int32)
+        Grid: [windows, heads], a warp for every fourth group of NEAR positions, which share what they load."""
+        scores = cuda.shared.array((WARPS, T, NEAR), int32, 16)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
-        base = window * T
-        for t in range(warp, T, WARPS):
-            top, query = int32(NONE), (base + t) * 3 * S + head * (D // 4)
-            for s in range(lane, t + 1, 32):
-                score, key = int32(0), (base + s) * 3 * S + S + head * (D // 4)
+        base, ours = window * T, ptx.shared_address(scores, 0) + warp * (T * NEAR * 4)
+        tops, sums, totals = int32s(NEAR), int32s(NEAR), cuda.local.array(NEAR, int64)
+        weights, reads = int32s(NEAR), cuda.local.array(READS, int64)
+        for t in range(warp * NEAR, T, WARPS * NEAR):
+            query = (base + t) * 3 * S + head * (D // 4)
+            for i in range(NEAR):
+                tops[i], totals[i] = NONE, 0
+            for s in range(lane, t + NEAR, 32):
+                key = (base + s) * 3 * S + S + head * (D // 4)
+                for i in range(NEAR):
+                    sums[i] = 0
                 for j in range(D // 16):
-                    a, b = ptx.load4(qkv, query + 4 * j), ptx.load4(qkv, key + 4 * j)
-                    for e in range(4):
-                        score = ptx.dp4a(a[e], b[e], score)
-                scores[warp, s] = score >> SHIFT
-                top = max(top, score >> SHIFT)
-            top, total = ptx.warp_max(top), int64(0)
-            for s in range(lane, t + 1, 32):
-                weight = exps[min(top - scores[warp, s], 255)]
-                scores[warp, s] = weight
-                total += weight
-            total = warp_sum(total)
+                    b = ptx.load4(qkv, key + 4 * j)
+                    for i in range(NEAR):
+                        a = ptx.load4(qkv, query + i * 3 * S + 4 * j)
+                        for e in range(4):
+                            sums[i] = ptx.dp4a(a[e], b[e], sums[i])
+                for i in range(NEAR):
+                    scores[warp, s, i] = sums[i] >> SHIFT
+                    if s <= t + i:
+                        tops[i] = max(tops[i], sums[i] >> SHIFT)
+            for i in range(NEAR):
+                tops[i] = ptx.warp_max(tops[i])
+            for s in range(lane, t + NEAR, 32):
+                for i in range(NEAR):
+                    weight = exps[min(tops[i] - scores[warp, s, i], 255)] if s <= t + i else int32(0)
+                    scores[warp, s, i] = weight
+                    totals[i] += weight
+            for i in range(NEAR):
+                totals[i] = warp_sum(totals[i])
             cuda.syncwarp()
             first = ((window * HEADS + head) * T + t) * T
-            for s in range(lane, t + 1, 32):
-                # attention_share by a quotient that float64 truncates right
-                twice = float64(2 * total)
-                shares[first + s] = int32(float64((int64(scores[warp, s]) << 13) + total) / twice)
-            for d in range(DIMENSIONS):
-                at, read = (base * 3 + 2) * (4 * S) + head * D + 32 * d + lane, int64(0)
-                for s in range(t + 1):
-                    read = ptx.mad_wide(scores[warp, s], int32(values[at]), read)
-                    at += 12 * S
-                attended[(base + t) * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(read) / float64(total)))
+            for s in range(lane, t + NEAR, 32):
+                for i in range(NEAR):
+                    if s <= t + i:
+                        # attention_share by a quotient that float64 truncates right
+                        twice = float64(2 * totals[i])
+                        share_ = int32(float64((int64(scores[warp, s, i]) << 13) + totals[i]) / twice)
+                        shares[first + i * T + s] = share_
+            for k in range(READS):
+                reads[k] = 0
+            at = (base * 3 + 2) * (4 * S) + head * D + lane
+            for s in range(t + NEAR):
+                near(ours, s, weights)
+                for d in range(DIMENSIONS):
+                    value = int32(values[at + 32 * d])
+                    for i in range(NEAR):
+                        reads[i * DIMENSIONS + d] = ptx.mad_wide(weights[i], value, reads[i * DIMENSIONS + d])
+                at += 12 * S
+            for i in range(NEAR):
+                for d in range(DIMENSIONS):
+                    read = float64(reads[i * DIMENSIONS + d]) / float64(totals[i])
+                    attended[(base + t + i) * (4 * S) + head * D + 32 * d + lane] = clip(int32(read))
             cuda.syncwarp()
 
     return quantise, attend
@@ -407,6 +451,7 @@ def _attention_back_kernels(cfg):
     SHIFT, OUT = cfg.SHIFT_ATTN, cfg.SHIFT_OUT
     DIMENSIONS, PAIRS = D // 32, D // 2
     SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
+    NEAR, near = near_function(T)
     turned = turned_function(cfg)
 
     @device
@@ -469,53 +514,74 @@ def _attention_back_kernels(cfg):
 
     def through_attention(tops: A32, qkv: A16, read: A32, shares: A16, trials: F1, trial_tops: A32, rope: A32, out: F1):
         """out float32 [rows, 3 S]: credits of queries and keys, turned back, and of values. qkv: as pairs, read too.
-        Grid: as loudest_read; a lane has two neighbours, or four."""
+        Grid: as loudest_read; a warp has NEAR positions, which share what they load, a lane two neighbours of each, or
+        four."""
+        below = cuda.shared.array((WARPS, 32, NEAR), int32, 16)      # trials of 32 scores of these positions,
+        above = cuda.shared.array((WARPS, 32, NEAR), int32, 16)      # of 32 later ones with them,
+        parts = cuda.shared.array((WARPS, 32, NEAR), int32, 16)      # and the shares of the latter
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         window, head = cuda.blockIdx.x, cuda.blockIdx.y
-        base = window * T
+        base, offset = window * T, warp * (32 * NEAR * 4)
+        at_below, at_above = ptx.shared_address(below, 0) + offset, ptx.shared_address(above, 0) + offset
+        at_parts = ptx.shared_address(parts, 0) + offset
         e = exponent(ptx.bits_float(tops[window * HEADS + head]), WINDOW_BITS)
         e_trial = exponent(ptx.bits_float(trial_tops[window * HEADS + head]), WINDOW_BITS)
         less_trial, of_score, of_value = power(-e_trial), power(e + e_trial - 12 - SHIFT), power(e - 12)
         square = (window * HEADS + head) * T * T
-        for t in range(warp, T, WARPS):
+        g, share_ = int32s(NEAR), int32s(NEAR)
+        q0, q1 = int32s(NEAR), int32s(NEAR)
+        k0, k1 = int32s(NEAR), int32s(NEAR)
+        v0, v1 = cuda.local.array(NEAR, int64), cuda.local.array(NEAR, int64)
+        for t in range(warp * NEAR, T, WARPS * NEAR):
             for pair in range(lane, max(D // 2, 32), 32):
-                here, r = head * (D // 2) + min(pair, D // 2 - 1), base + t
-                q0, q1 = int32(0), int32(0)
-                k0, k1 = int32(0), int32(0)
-                v0, v1 = int64(0), int64(0)
-                for start in range(0, t + 1, 32):            # a lane makes a trial whole, and all take it
-                    mine = int32(0)
-                    if start + lane <= t:
-                        mine = whole(trials[square + t * T + start + lane], less_trial, WINDOW_MOST)
+                here = head * (D // 2) + min(pair, D // 2 - 1)
+                for i in range(NEAR):
+                    q0[i], q1[i] = 0, 0
+                    k0[i], k1[i] = 0, 0
+                    v0[i], v1[i] = 0, 0
+                for start in range(0, T, 32):
+                    s = start + lane
+                    for i in range(NEAR):
+                        earlier, later, part = int32(0), int32(0), int32(0)
+                        if s <= t + i:
+                            earlier = whole(trials[square + (t + i) * T + s], less_trial, WINDOW_MOST)
+                        if s >= t + i and s < T:
+                            at = square + s * T + t + i
+                            later, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
+                        below[warp, lane, i], above[warp, lane, i], parts[warp, lane, i] = earlier, later, part
+                    cuda.syncwarp()
                     at_key = (base + start) * (6 * S) + 2 * S + here
-                    for s in range(min(32, t + 1 - start)):
-                        g, two = cuda.shfl_sync(0xFFFFFFFF, mine, s), int32(qkv[at_key])
-                        q0, q1 = int32(q0 + g * byte(two, 0)), int32(q1 + g * byte(two, 1))
+                    for n in range(min(32, t + NEAR - start)):
+                        near(at_below, n, g)
+                        two = int32(qkv[at_key])
+                        for i in range(NEAR):
+                            q0[i], q1[i] = int32(q0[i] + g[i] * byte(two, 0)), int32(q1[i] + g[i] * byte(two, 1))
                         at_key += 6 * S
-                for start in range(t, T, 32):
-                    mine, part = int32(0), int32(0)
-                    if start + lane < T:
-                        at = square + (start + lane) * T + t
-                        mine, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
-                    at_query, at_read = (base + start) * (6 * S) + here, (base + start) * (2 * S) + here
-                    for s in range(min(32, T - start)):
-                        g, share_ = cuda.shfl_sync(0xFFFFFFFF, mine, s), cuda.shfl_sync(0xFFFFFFFF, part, s)
+                    skipped = max(t - start, 0)
+                    at_query = (base + start + skipped) * (6 * S) + here
+                    at_read = (base + start + skipped) * (2 * S) + here
+                    for n in range(skipped, min(32, T - start)):
+                        near(at_above, n, g)
+                        near(at_parts, n, share_)
                         two, credits = int32(qkv[at_query]), read[at_read]
                         at_query, at_read = at_query + 6 * S, at_read + 2 * S
-                        k0, k1 = int32(k0 + g * byte(two, 0)), int32(k1 + g * byte(two, 1))
-                        v0 = ptx.mad_wide(share_, int32(credits << 16) >> 16, v0)
-                        v1 = ptx.mad_wide(share_, credits >> 16, v1)
+                        for i in range(NEAR):
+                            k0[i], k1[i] = int32(k0[i] + g[i] * byte(two, 0)), int32(k1[i] + g[i] * byte(two, 1))
+                            v0[i] = ptx.mad_wide(share_[i], int32(credits << 16) >> 16, v0[i])
+                            v1[i] = ptx.mad_wide(share_[i], credits >> 16, v1[i])
+                    cuda.syncwarp()
                 if pair < D // 2:
-                    cos, sin = rope[t * D + 2 * pair], rope[t * D + 2 * pair + 1]
-                    q0, q1 = turned(q0, q1, cos, int32(-sin))
-                    k0, k1 = turned(k0, k1, cos, int32(-sin))
-                    at = r * (12 * S) + 2 * here
-                    out[at] = mul(mul(float32(q0), of_score), float32(SCALED))
-                    out[at + 1] = mul(mul(float32(q1), of_score), float32(SCALED))
-                    out[at + 4 * S] = mul(mul(float32(k0), of_score), float32(SCALED))
-                    out[at + 4 * S + 1] = mul(mul(float32(k1), of_score), float32(SCALED))
-                    out[at + 8 * S] = mul(float32(v0), of_value)
-                    out[at + 8 * S + 1] = mul(float32(v1), of_value)
+                    for i in range(NEAR):
+                        cos, sin = rope[(t + i) * D + 2 * pair], rope[(t + i) * D + 2 * pair + 1]
+                        q0[i], q1[i] = turned(q0[i], q1[i], cos, int32(-sin))
+                        k0[i], k1[i] = turned(k0[i], k1[i], cos, int32(-sin))
+                        at = (base + t + i) * (12 * S) + 2 * here
+                        out[at] = mul(mul(float32(q0[i]), of_score), float32(SCALED))
+                        out[at + 1] = mul(mul(float32(q1[i]), of_score), float32(SCALED))
+                        out[at + 4 * S] = mul(mul(float32(k0[i]), of_score), float32(SCALED))
+                        out[at + 4 * S + 1] = mul(mul(float32(k1[i]), of_score), float32(SCALED))
+                        out[at + 8 * S] = mul(float32(v0[i]), of_value)
+                        out[at + 8 * S + 1] = mul(float32(v1[i]), of_value)
 
     return loudest_read, try_scores, through_attention
 
