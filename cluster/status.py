@@ -26,6 +26,7 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
+BY_HEART = 1.02, 5         # times the best validation, and validations since, where the loss has fallen all the while
 LEARNT = 300               # steps after which a model is better than a table of single tokens
 RISEN = 0.15               # bits that language may lose to rewards before advice is due
 AS_HIGH = 0.1              # share by which the reward with other rows is less, where the prompt does not matter
@@ -62,6 +63,7 @@ class Progress:
         self._most = {}                                                    # {name of SHRINKS: the most so far}
         self._advised = set()                                              # what was advised
         self._best = math.inf, 0                                           # validation, step
+        self._loss_then = None                                             # at that step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
@@ -120,6 +122,9 @@ class Progress:
         if noted:
             best, at = self._best = min(self._best, (figure, step))
             self._worse = 0 if at == step else self._worse + 1
+            if not self._worse:
+                self._loss_then = self.loss
+            by_heart = self.loss is not None and self._loss_then is not None and self.loss < self._loss_then
             if self.target and figure <= self.target:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
@@ -132,7 +137,14 @@ class Progress:
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")
-            elif figure > MUCH_WORSE * best:
+            elif by_heart and self._worse >= BY_HEART[1] and figure > BY_HEART[0] * best:
+                if "by heart" not in self._advised:
+                    self._advised.add("by heart")
+                    self.events.warn(f"step {step}: the model learns the text by heart: the loss falls, but the "
+                                     f"validation was best at step {at}, {best:.3f} {unit}, and is {figure:.3f}. "
+                                     "--best takes that state, --patience ends such a run; more text, a smaller model "
+                                     "or a larger ADAM_WEIGHT_DECAY help")
+            elif figure > MUCH_WORSE * best and not by_heart:
                 self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
                                  f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
                                  "or the learning rate is too high")

@@ -125,7 +125,8 @@ def build(cfg, wgmma):
     """{name: Kernel} of a configuration."""
     made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
     made += [_loudest_kernel()]
-    made += _recurrent_kernels(cfg) if cfg.MODEL == "gru" else [*_attention_kernels(cfg), *_attention_back_kernels(cfg)]
+    made += _recurrent_kernels(cfg) if cfg.MODEL == "gru" else [
+        *_attention_kernels(cfg), *_score_kernels(cfg), _through_attention_kernel(cfg)]
     kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
     for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
         kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
@@ -444,15 +445,11 @@ def _attention_kernels(cfg):
     return quantise, attend
 
 
-def _attention_back_kernels(cfg):
-    """Attention of the transformer, back."""
+def _score_kernels(cfg):
+    """Attention of the transformer, back: credits of what is read, and of scores."""
     D, HEADS, T = cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
-    S = wide(cfg.HIDDEN_DIM) // 4
-    SHIFT, OUT = cfg.SHIFT_ATTN, cfg.SHIFT_OUT
+    S, OUT = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_OUT
     DIMENSIONS, PAIRS = D // 32, D // 2
-    SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
-    NEAR, near = near_function(T)
-    turned = turned_function(cfg)
 
     @device
     def read_credit(y, r, i, unit):
@@ -511,6 +508,17 @@ def _attention_back_kernels(cfg):
         top = top_of(top)
         if lane == 0:
             cuda.atomic.max(trial_tops, window * HEADS + head, ptx.float_bits(top))
+
+    return loudest_read, try_scores
+
+
+def _through_attention_kernel(cfg):
+    """Attention of the transformer, back: credits of queries, keys and values."""
+    D, HEADS, T = cfg.HEAD_DIM, cfg.N_HEADS, cfg.SEQ_LEN
+    S, SHIFT = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_ATTN
+    SCALED = np.float32(1) / np.float32(cfg.SOFTMAX_EXP_SCALE)
+    NEAR, near = near_function(T)
+    turned = turned_function(cfg)
 
     def through_attention(tops: A32, qkv: A16, read: A32, shares: A16, trials: F1, trial_tops: A32, rope: A32, out: F1):
         """out float32 [rows, 3 S]: credits of queries and keys, turned back, and of values. qkv: as pairs, read too.
@@ -583,7 +591,7 @@ def _attention_back_kernels(cfg):
                         out[at + 8 * S] = mul(float32(v0[i]), of_value)
                         out[at + 8 * S + 1] = mul(float32(v1[i]), of_value)
 
-    return loudest_read, try_scores, through_attention
+    return through_attention
 
 
 def _recurrent_kernels(cfg):

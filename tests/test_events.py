@@ -132,6 +132,16 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         assert [step for step, *_ in server.progress.validations] == [0, 2]
 
 
+def test_a_run_that_learns_its_text_by_heart_says_so_once():
+    told, run = [], SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
+    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
+    for run.step in range(0, 1200, 100):
+        progress.loss = 5 - run.step / 1000
+        progress.validated(run.step, 2.2 + abs(run.step - 200) / 1000, "bits/byte")
+    assert len(told) == 1 and told[0].startswith("step 700: the model learns the text by heart")
+    assert "best at step 200, 2.200 bits/byte" in told[0]
+
+
 def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
     told, run = [], SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
     progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
