@@ -175,7 +175,7 @@ class Worker:
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
         their digits; a disputed result makes it begin again."""
         self.done[first] = packed
-        if len(self.done) == self.cfg.N_CHUNKS:
+        if len(self.done) == self.cfg.N_CHUNKS and self.engine.begin_update:
             chunks = [self.done[first] for first in sorted(self.done)]
             # most steps are cooled as the one before; else the update is begun again
             self._begin_update(steps.join_digits(self.cfg, chunks, self.cooling))
@@ -190,7 +190,7 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
-        if self.engine.begin_update(fitness):
+        if self.engine.begin_update and self.engine.begin_update(fitness):
             first = self.predictor.first_after(self.engine.step)
             if first != NO_CHUNK:
                 self._begin(first)
@@ -205,13 +205,12 @@ class Worker:
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
 
-        size = steps.packed_size(self.cfg.STEP_DIGITS)
         try:
             if link.version == V2:
-                packed = history.unzip(packed, size)
-            if len(packed) == size:
-                self._begin_update(packed)           # a GPU is at work while the digits are checked
-            steps.check_digits(packed, self.cfg.STEP_DIGITS)
+                packed = history.unzip(packed, self.cfg.STEP_BYTES)
+            if len(packed) == self.cfg.STEP_BYTES:
+                self._begin_update(packed)           # a GPU is at work while the bytes are checked
+            steps.check_step(self.cfg, packed)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None

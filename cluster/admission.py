@@ -230,8 +230,8 @@ class Admission:
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
         if differ := history.difference(self.cfg.saved(), card.config, ("at the coordinator", "at the worker")):
-            raise Refused(f"another configuration: {differ}: give both the same egg_config.py, --preset, -D and "
-                          "--objective", OTHER_CONFIG)
+            raise Refused(f"another configuration: {differ}: give both the same egg, egg_config.py, --preset, -D "
+                          "and --objective", OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:

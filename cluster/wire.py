@@ -57,8 +57,8 @@ JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of th
 # updates: weights changed by the worker's last update, 0 where it has reported them; packed: ternary fitness (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
                lambda cfg: steps.packed_size(cfg.CHUNK_DIGITS))
-# first: a member; packed: the digits of all chunks, compressed by zstd in version 2
-JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: steps.packed_size(cfg.STEP_DIGITS))
+# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2
+JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: cfg.STEP_BYTES)
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
