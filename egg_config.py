@@ -662,9 +662,8 @@ def validate(cfg, saved, given):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
         need(cfg.POPULATION_SIZE < cfg.CHUNK_SIZE << 15, "POPULATION_SIZE",
              "must be less than 32,768 chunks with PERTURB = units: sums of digits are of 16 bits")
-        most = 1 << (17 if cfg.MODEL == "gru" else 16)
-        need(cfg.CHUNK_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
+        need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
+             f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
@@ -691,6 +690,11 @@ def _derive(cfg):
     width = 0.2 if cfg.N_CHUNKS == 1 else 1 if cfg.N_CHUNKS <= 127 else 2
     cfg.STEP_BYTES = -(-cfg.N_PAIRS // 5) if cfg.PERTURB == "weights" else 1 + int(cfg.CHUNK_DIGITS * width)
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
+
+
+def most_windows(cfg):
+    """int: the largest CHUNK_SIZE."""
+    return (1 << (31 if cfg.PERTURB == "weights" else 17 if cfg.MODEL == "gru" else 16)) // cfg.SEQ_LEN
 
 
 def loss_unit(constants):

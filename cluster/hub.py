@@ -217,6 +217,7 @@ class Connection:
 
     PIECE = 1 << 18            # bytes that are read at a time
     open = True
+    moved = 0, 0               # bytes that have come, and gone
     _event = 0                 # that the selector waits for
 
     def __init__(self, hub, sock, address, traffic, tls=None):
@@ -238,9 +239,14 @@ class Connection:
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
-        self.traffic.sent += sum(map(len, parts))
+        self._count(0, sum(map(len, parts)))
         self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
+
+    def _count(self, up, down):
+        self.moved = self.moved[0] + up, self.moved[1] + down
+        self.traffic.received += up
+        self.traffic.sent += down
 
     def close(self):
         if self.open:
@@ -291,7 +297,7 @@ class Connection:
         except OSError:
             data = b""
         if data:
-            self.traffic.received += len(data)
+            self._count(len(data), 0)
             self.heard = time.monotonic()
             self.inbox += data
             self.received()

@@ -79,6 +79,7 @@ PROVED = Frame(48, "proof:32s")
 # of the unperturbed model on held-out prompts, with an objective; json: what else is shown, see Progress.rewarded
 REWARD = Frame(51, "step:Q texts:Q reward:d json", 1 << 17)
 MEASURE = Frame(52)                                  # validate, sample: the run ends with this state
+SPENT = Frame(53, "idle:d receiving:d")              # seconds of this connection that a worker waited, and received
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 
@@ -151,7 +152,8 @@ FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, W
 # the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
-FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD)}
+FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD,
+                                              SPENT)}
 
 
 def only(every, frames):

@@ -62,12 +62,6 @@ def unpack_digits(packed, count):
     return digits[:count]
 
 
-def nonzero_share(packed):
-    """Share of the packed digits that are not 0, in a sample of at most 2^13 bytes."""
-    sample = packed[::max(1, len(packed) >> 12)]
-    return 1 - sum(sample.translate(table).count(0) for table in _DIGITS) / (5 * len(sample))
-
-
 def sums_of(cfg, data=None):
     """int8 or int16 [5, CHUNK_DIGITS / 5]: the sums of digits over chunks, digit 5 i + k at [k, i], from the bytes of a
     step; zeros without any. None where a step is stored as digits: with noise on weights, or of one chunk."""
@@ -107,7 +101,7 @@ def join_digits(cfg, chunks, cooling=0, sums=None):
         if sums is None and (sums := sums_of(cfg)) is not None:
             for packed in chunks:
                 add_digits(sums, packed)
-        return (chunks[0] if sums is None else sums.tobytes()) + bytes([cooling])
+        return b"".join((chunks[0] if sums is None else sums, bytes([cooling])))
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
     return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))

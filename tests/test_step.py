@@ -18,7 +18,7 @@ from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
-from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, UNITS, changed,
+from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, UNITS, changed,
                    expected)
 from model import integer_tables, steps
 from pages import EVERYBODY, state_of
@@ -292,32 +292,6 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
     engines = [FakeEngine(base, 0.002), Liar(base, pause=0.001), FakeEngine(base, 0.002)]
     server = cluster(tmp_path, engines, PROBATION, base, save=True, probation=PROBATION)
     assert "w1 has erred" in server.said and kept(tmp_path, base) == expected(PROBATION, base)[0]
-
-
-def test_digits_of_an_odd_share_are_audited(tmp_path):
-    with Server(tmp_path, UNITS.changed(AUDIT_RATE=0.0)) as server:
-        honest, odd = named(server, "honest", "odd")
-        dispatcher, count = server.dispatcher, UNITS.CHUNK_DIGITS
-        plain = steps.pack_digits(bytes((0, 1, 255) * count)[:count])
-        dispatcher._usual_share = steps.nonzero_share(plain)
-        honest.works(0, 2, packed=plain)
-        until(lambda: len(dispatcher.work.done) == 2)
-        odd.works(0, 1, packed=steps.pack_digits(b"\1" * count))
-        until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
-
-
-def test_chunks_that_vote_from_rewards_are_not_odd(tmp_path):
-    """Equal rewards are no votes at all; what votes from text is compared with its like."""
-    cfg = changed(**REWARDED, TEXT_SHARE=0.5)
-    with Server(tmp_path, cfg) as server:
-        peer, = named(server, "honest")
-        dispatcher, empty = server.dispatcher, steps.pack_digits(bytes(cfg.CHUNK_DIGITS))
-        kinds = [dispatcher.votes_from_text(chunk) for chunk in range(4)]
-        assert sorted(kinds) == [False, False, True, True]
-        dispatcher._usual_share = 0.5
-        peer.works(0, 4, packed=empty)
-        until(lambda: server.worker().results == 4 or server.run.step)
-        assert server.run.step or dispatcher.work.audited == {k for k in range(4) if kinds[k]}
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
