@@ -217,7 +217,6 @@ class Connection:
 
     PIECE = 1 << 18            # bytes that are read at a time
     open = True
-    moved = 0, 0               # bytes that have come, and gone
     _event = 0                 # that the selector waits for
 
     def __init__(self, hub, sock, address, traffic, tls=None):
@@ -227,6 +226,7 @@ class Connection:
         self.address = address_text(*address[:2])
         self.inbox = bytearray()
         self.outbox = collections.deque()
+        self.moved = [0, 0]                              # bytes that have come, and gone
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         tune(sock)
         self._tls = tls
@@ -239,14 +239,11 @@ class Connection:
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
-        self._count(0, sum(map(len, parts)))
+        size = sum(map(len, parts))
+        self.moved[1] += size
+        self.traffic.sent += size
         self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
-
-    def _count(self, up, down):
-        self.moved = self.moved[0] + up, self.moved[1] + down
-        self.traffic.received += up
-        self.traffic.sent += down
 
     def close(self):
         if self.open:
@@ -297,7 +294,8 @@ class Connection:
         except OSError:
             data = b""
         if data:
-            self._count(len(data), 0)
+            self.moved[0] += len(data)
+            self.traffic.received += len(data)
             self.heard = time.monotonic()
             self.inbox += data
             self.received()

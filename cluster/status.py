@@ -184,7 +184,7 @@ class Progress:
         if exchange <= MOST_EXCHANGE or "exchange" in self._advised:
             return
         self._advised.add("exchange")
-        times = min(math.ceil(exchange / (1 - exchange + 1e-9) * (1 / MOST_EXCHANGE - 1)),
+        times = min(math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE),
                     egg_config.most_windows(cfg) // cfg.CHUNK_SIZE)
         self.events.warn(f"worker {title}: {exchange:.0%} of its time goes into {up / 1e6:.2f} MB/s up and "
                          f"{down / 1e6:.2f} MB/s down: " + (

@@ -173,11 +173,11 @@ class Step:
         before = self.done.pop(chunk, None)
         if outcome:
             self.done[chunk] = outcome
-        self._sums = steps.sums_of(self.cfg) if self._sums is None else self._sums
-        if self._sums is not None and outcome != before:
-            for sign, one in (-1, before), (1, outcome):
-                if one:
-                    steps.add_digits(self._sums, one.packed, sign)
+        if self._sums is None:
+            self._sums = steps.sums_of(self.cfg)
+        for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
+            if one and self._sums is not None:
+                steps.add_digits(self._sums, one.packed, sign)
 
     def _wanted(self, chunk):
         """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""

@@ -294,6 +294,25 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
     assert "w1 has erred" in server.said and kept(tmp_path, base) == expected(PROBATION, base)[0]
 
 
+def test_a_withdrawn_result_is_not_in_the_sums():
+    """Results come, differ, count no more and are withdrawn, in any order."""
+    rng, step, workers = random.Random(5), Step(UNITS, audited=(0, 1)), (A, B, C, D)
+    answers = [[steps.pack_digits(bytes(rng.choices((0, 1, 255), k=UNITS.CHUNK_DIGITS))) for _ in range(2)]
+               for _ in range(UNITS.N_CHUNKS)]
+    step.authors, seen = frozenset(worker.author for worker in workers), set()
+    for turn in range(300):
+        worker, chunk = rng.choice(workers), rng.randrange(UNITS.N_CHUNKS)
+        if turn % 3:
+            step.result(worker, chunk, answers[chunk][rng.random() < 0.4], 0)
+        else:
+            step.withdraw(worker.author)
+        if step.complete:
+            done = [step.done[chunk].packed for chunk in range(UNITS.N_CHUNKS)]
+            seen.add(step.fitness(3))
+            assert step.fitness(3) == steps.join_digits(UNITS, done, 3)
+    assert len(seen) > 2
+
+
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
     reason = "it said that 2 + 2 = 5"
     for turn in range(3):
