@@ -289,7 +289,8 @@ def describe_status(status):
 
 def _table(columns, entries, words):
     """[line]: an empty one, the titles of the columns, and the entries; what is None stays empty. words: see `table`"""
-    rows = [["" if entry[key] is None else _cell(FORMATS.get(key, "{}").format(entry[key]))
+    # an older coordinator tells less of a worker
+    rows = [["" if (value := entry.get(key)) is None else _cell(FORMATS.get(key, "{}").format(value))
              for key in columns.values()] for entry in entries]
     return ["", *table([*columns], rows, words)]
 
