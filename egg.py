@@ -228,8 +228,7 @@ def begun(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
-                              or history.is_former(args.load_dir))
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
     new = not os.path.lexists(args.save_dir) if args.save_dir else begins
     try:
         if begins:
@@ -643,7 +642,7 @@ def check_size(cfg, args, place):
     named its width: a header of a kilobyte may claim any size."""
     from cluster import history
     weights, *rest = history.sizes(cfg)
-    size = weights + sum(rest) + cfg.STEP_DIGITS
+    size = weights + sum(rest) + cfg.STEP_BYTES
     if size > UNASKED and "HIDDEN_DIM" not in egg_config.overrides(args.preset, args.defines):
         raise egg_config.UsageError(f"{place} says that it holds a model of {weights:,} weights, which takes "
                                     f"{size / 1e9:.1f} GB or more: if that is right, add "

@@ -272,6 +272,8 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
+# what runs and workers with unit trials say beside their constants: how the votes of a step are stored and sent
+FORMAT = {"FORMAT_OF_VOTES": "sums"}
 # those of noise on activations, which unit trials have replaced
 FORMER = {"VERSION_OF_VOTES", "CREDIT", "NOISE_EMBEDDING", "NOISE_GATE", "NOISE_CANDIDATE", "NOISE_ATTENTION",
           "NOISE_OUTPUT", "NOISE_UP", "NOISE_DOWN"}
@@ -443,7 +445,7 @@ def near(typed, words):
 
 CONSTANTS = _constants()
 # the model
-DETERMINING = {*GONE, *(name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run"))}
+DETERMINING = {*GONE, *FORMAT, *(name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run"))}
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
         "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
@@ -470,8 +472,9 @@ class Config(types.SimpleNamespace):
     def shared(self):
         """The constants in the fingerprint, without those that are unset, because older programs lack them, and with
         those that are gone, because older programs have them."""
-        return GONE | {name: value for name, value in self.constants().items()
-                       if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
+        return GONE | (FORMAT if self.PERTURB == "units" else {}) | {
+            name: value for name, value in self.constants().items()
+            if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
 
     def saved(self):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
@@ -535,7 +538,7 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
     values = {name: _tuples(value) for name, value in {**(LACKING if saved else {}), **dict(saved)}.items()
-              if (name, value) not in GONE.items()}
+              if (name, value) not in (GONE | FORMAT).items()}
     if unknown := values.keys() - CONSTANTS.keys():
         raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
                           "that made it")
@@ -657,9 +660,10 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        most = 1 << (17 if cfg.MODEL == "gru" else 16)
-        need(cfg.CHUNK_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most // cfg.SEQ_LEN} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
+        need(cfg.POPULATION_SIZE < cfg.CHUNK_SIZE << 15, "POPULATION_SIZE",
+             "must be less than 32,768 chunks with PERTURB = units: sums of digits are of 16 bits")
+        need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
+             f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
@@ -676,15 +680,21 @@ def _derive(cfg):
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that are read for a window
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
-    # ternary digits in which a chunk, and a step, is sent: one a pair, or with unit trials one a weight, in whole
-    # bytes, so that a step is its chunks one after the other
+    # ternary digits in which a chunk is sent: one a pair, or with unit trials one a weight, in whole bytes; and bytes
+    # in which a step is (steps.join_digits)
     H = cfg.HIDDEN_DIM
     weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
-    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS + 5 * (cfg.PERTURB == "units")       # a byte: steps.join_digits
+    width = 0.2 if cfg.N_CHUNKS == 1 else 1 if cfg.N_CHUNKS <= 127 else 2
+    cfg.STEP_BYTES = -(-cfg.N_PAIRS // 5) if cfg.PERTURB == "weights" else 1 + int(cfg.CHUNK_DIGITS * width)
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
+
+
+def most_windows(cfg):
+    """int: the largest CHUNK_SIZE."""
+    return (1 << (31 if cfg.PERTURB == "weights" else 17 if cfg.MODEL == "gru" else 16)) // cfg.SEQ_LEN
 
 
 def loss_unit(constants):

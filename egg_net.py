@@ -1,12 +1,12 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
 Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a chunk is
-some windows, and has one digit for every weight.) A worker holds a replica of the model. It asks for a chunk of the
-population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the chunks of a step,
-appends the step to the history and answers the next request of every worker with the fitness of all pairs, from which
-the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and
-replays the steps after it. The calls, in order; the frames are in capitals, and cluster.wire lists their fields
-(docs/PROTOCOL.md explains them):
+some windows, and has one digit for every weight; a step has their sums.) A worker holds a replica of the model. It
+asks for a chunk of the population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the
+chunks of a step, appends the step to the history and answers the next request of every worker with the fitness of all
+pairs, from which the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot
+(cluster.snapshots) and replays the steps after it. The calls, in order; the frames are in capitals,
+and cluster.wire lists their fields (docs/PROTOCOL.md explains them):
 
     worker        Worker.serve                      asks for work: JOB_REQUEST
     coordinator   Coordinator._answer               hands out a chunk: JOB_RESPONSE
@@ -22,7 +22,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   cluster.dispatch.Dispatcher.take  books it,
                   cluster.step.Step.result          with its digits, and judges whether the chunk is done
                   Coordinator._complete_step        when all chunks are:
-                  cluster.step.Step.fitness             the digits of all pairs
+                  cluster.step.Step.fitness             the digits of all pairs, or sums
                   cluster.history.Run.append            go to the disk
                   Coordinator._answer               serves whoever asks next:
                   Coordinator._catch_up                 a JOB_RESPONSE with these digits
@@ -106,7 +106,8 @@ class Worker:
                 digest = self.digest = self.digest or engine.digest()
             link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
-            while (frame := link.any_of(answers)).opcode == wire.SNAPSHOT_WANTED:
+            # with work begun ahead the device is not idle
+            while (frame := link.any_of(answers, idle=not self.begun)).opcode == wire.SNAPSHOT_WANTED:
                 self._send_state(link, link.unpack_step(frame.payload))
             self.answers += 1
             if frame.opcode == wire.MEASURE:
@@ -175,7 +176,7 @@ class Worker:
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
         their digits; a disputed result makes it begin again."""
         self.done[first] = packed
-        if len(self.done) == self.cfg.N_CHUNKS:
+        if len(self.done) == self.cfg.N_CHUNKS and self.engine.begin_update:
             chunks = [self.done[first] for first in sorted(self.done)]
             # most steps are cooled as the one before; else the update is begun again
             self._begin_update(steps.join_digits(self.cfg, chunks, self.cooling))
@@ -190,7 +191,7 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
-        if self.engine.begin_update(fitness):
+        if self.engine.begin_update and self.engine.begin_update(fitness):
             first = self.predictor.first_after(self.engine.step)
             if first != NO_CHUNK:
                 self._begin(first)
@@ -205,13 +206,12 @@ class Worker:
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
 
-        size = steps.packed_size(self.cfg.STEP_DIGITS)
         try:
             if link.version == V2:
-                packed = history.unzip(packed, size)
-            if len(packed) == size:
-                self._begin_update(packed)           # a GPU is at work while the digits are checked
-            steps.check_digits(packed, self.cfg.STEP_DIGITS)
+                packed = history.unzip(packed, self.cfg.STEP_BYTES)
+            if len(packed) == self.cfg.STEP_BYTES:
+                self._begin_update(packed)           # a GPU is at work while the bytes are checked
+            steps.check_step(self.cfg, packed)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -440,6 +440,7 @@ CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 128          # files and sockets of the page that a coordinator may open beside its connections
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
+LINK_SECONDS = 10.0        # over which the link of a worker is measured
 
 
 class Hook:
@@ -472,6 +473,7 @@ class RemoteWorker(Role):
     lapsed = False             # it has lost a lease, and delivered nothing since
     pace = None                # seconds for a chunk
     results = 0                # that were taken
+    _point = None              # when its link was measured last, and what had been spent then
 
     def __init__(self, session, coordinator, author, card):
         super().__init__(session)
@@ -483,6 +485,7 @@ class RemoteWorker(Role):
         shelf = coordinator.shelf
         self.offered = {shelf.sha256.get(shelf.newest)}      # SHA-256 of the snapshots that it was told of
         self.owed = {}                               # {(step, chunk): when} it was handed out, until its result comes
+        self.link = coordinator.progress.links       # bytes/s, and shares of the time
         coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
@@ -505,6 +508,8 @@ class RemoteWorker(Role):
                 text = printable(payload.decode("utf-8", "replace"))
                 coordinator.events.message(self.author.name, text,
                                            f"worker {self.session.title}:\n" * coordinator.peers)
+            case wire.SPENT:
+                self.take_spent(*wire.SPENT.unpack(payload))
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
@@ -524,6 +529,21 @@ class RemoteWorker(Role):
         if self.trusted and coordinator.progress.rewarded(step, texts, reward, shown):
             coordinator.shelf.measured(step, reward)
             coordinator.island.validated(step, -reward, "reward")               # of a fitness less is better
+
+    def take_spent(self, idle, receiving):
+        """Measures its link, every LINK_SECONDS."""
+        point = time.monotonic(), *self.session.moved, idle, receiving + self.session.receiving
+        before = self._point = self._point or point
+        seconds = point[0] - before[0]
+        if seconds < LINK_SECONDS:
+            return
+        self._point = point
+        up, down, *shares = ((now - then) / seconds for now, then in zip(point[1:], before[1:]))
+        idle, exchange = (min(1.0, max(0.0, share)) for share in shares)         # 0.0 of what is no number
+        self.link = {"up": round(up), "down": round(down), "idle": round(idle, 3), "exchange": round(exchange, 3)}
+        if self.coordinator.events.allows():
+            self.coordinator.events.emit("link", worker=self.author.name, **self.link)
+        self.coordinator.progress.check_link(self.session.title, up, down, exchange)
 
     def needs_snapshot(self):
         """Whether no replay leads it to the present state, or it has just come and a snapshot is quicker."""
@@ -554,7 +574,7 @@ class RemoteWorker(Role):
                  "waiting" if self.waiting else "catching up")
         return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
                 "protocol": self.version, "step": self.step, "chunks": self.results,
-                "chunk_seconds": self.pace, "last_seen": round(silent, 3), "state": state}
+                "chunk_seconds": self.pace, "last_seen": round(silent, 3), "state": state, **self.link}
 
 
 class Coordinator:

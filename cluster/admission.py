@@ -44,6 +44,7 @@ class Session(hub.Connection):
     version = None             # that of its last frame, V1 or V2
     idle = None                # seconds for which it may be silent, None for ever
     frame_since = None         # since when it has begun a frame that is not complete
+    receiving = 0.0            # seconds for which frames were on their way
 
     def __init__(self, admission, sock, address, frames, tls=None):
         self.admission = admission
@@ -57,6 +58,8 @@ class Session(hub.Connection):
 
     def received(self):
         while self.open and not self.outbox and (frame := wire.next_frame(self.inbox, self.limits)):
+            if self.frame_since:
+                self.receiving += time.monotonic() - self.frame_since
             self.frame_since = None
             self.version = frame.version
             self.role.handle(frame.opcode, frame.payload)
@@ -230,8 +233,8 @@ class Admission:
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
         if differ := history.difference(self.cfg.saved(), card.config, ("at the coordinator", "at the worker")):
-            raise Refused(f"another configuration: {differ}: give both the same egg_config.py, --preset, -D and "
-                          "--objective", OTHER_CONFIG)
+            raise Refused(f"another configuration: {differ}: give both the same egg, egg_config.py, --preset, -D "
+                          "and --objective", OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:

@@ -7,7 +7,6 @@ from array import array
 
 from cluster.hub import Newest
 from cluster.step import Step
-from model import steps
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
@@ -15,7 +14,6 @@ ACTIVE_SECONDS = 8.0       # a worker without a chunk that was silent for longer
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
 PROBATION = 8              # chunks of a worker that joins, or that has erred, which another one evaluates too
 AUTHORS = 4096             # whose probation is remembered
-ODD_SHARE = 0.1            # by which the share of digits that are not 0 may differ from that of the step before
 # A worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least; while no time
 # is known after STRAGGLER_TIMEOUT without a sign of life. Its result counts even then, if it comes before that of
 # another one.
@@ -49,8 +47,6 @@ class Dispatcher:
         self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
         self._error_at = Newest(AUTHORS)             # Author: the step of its last error
         self._known_chunks = {}                      # worker: chunks that it delivered in the step before
-        self._shares = []                            # of digits that are not 0, in the results of the present step
-        self._usual_share = None                     # their median in the step before
 
     @property
     def busy(self):
@@ -61,9 +57,6 @@ class Dispatcher:
         audited = {chunk for chunk, draw in enumerate(draws) if draw < self.cfg.AUDIT_RATE * (1 << 32)}
         if self.work:
             self._known_chunks = self.work.delivered
-        if self._shares:
-            self._usual_share = sorted(self._shares)[len(self._shares) // 2]
-            self._shares.clear()
         self.work = Step(self.cfg, audited)
         self.work.alone = self.alone
         self.work.authors = self.authors
@@ -119,10 +112,6 @@ class Dispatcher:
         if not worker.trusted:                       # made with a state that others contradict
             self.give_back(worker, [chunk])
             return None
-        if self.cfg.PERTURB == "units" and self.votes_from_text(chunk):              # rewards may be equal
-            self._shares.append(share := steps.nonzero_share(result.packed))
-            if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
-                self.work.audit(chunk)
         erred = self.work.result(worker, chunk, result.packed, result.sum_loss)
         if worker.waiting or chunk not in self.work.done:
             self.changed = True

@@ -237,7 +237,6 @@ class Run:
 
     beside = ""
     data = held_out = bytes(32)
-    _lacking = b""                           # of every step of a run that is not of unit trials yet: its cooling
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
@@ -255,16 +254,12 @@ class Run:
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
-        """bytes: the packed digits of all chunks in a completed step."""
-        return self.stored(step) + self._lacking
-
-    def stored(self, step):
-        """bytes: what the record of a step has of them; b"" for the step before the start."""
+        """bytes: a completed step (steps.join_digits); b"" for the step before the start."""
         if step == self.start.step - 1:
             return b""
         try:
-            packed = unzip(self.body(step), steps.packed_size(self.cfg.STEP_DIGITS) - len(self._lacking))
-            steps.check_digits(packed + self._lacking, self.cfg.STEP_DIGITS)
+            packed = unzip(self.body(step), self.cfg.STEP_BYTES)
+            steps.check_step(self.cfg, packed)
             return packed
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
@@ -288,9 +283,7 @@ class Run:
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
-        import pyzstd                                # here, so that a coordinator starts without it
-        # a digit for every weight compresses by 2 % only, and that takes six times as long
-        body = pyzstd.compress(packed, 1 if self.cfg.PERTURB == "weights" else -1)
+        body = _compressed(self.cfg, packed)
         head = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed))
         data = b"".join((head, body, crc(body)))             # one copy: workers wait
         handle = self._file.fileno()
@@ -390,10 +383,6 @@ class Run:
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
-        if self._lock is not None and _is_former(config):
-            raise HistoryError(f"{self._name} has noise on activations, which unit trials have replaced: `egg.py train "
-                               f"--load-dir {self.directory}` begins a new run with its model")
-        self._lacking = bytes(_is_former(config))
         if differ := difference(egg_config.renewed(config), self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
@@ -518,17 +507,6 @@ def configuration(directory):
     return config
 
 
-def is_former(directory):
-    """Whether a run cannot go on, as it has noise on activations. Raises HistoryError."""
-    with contextlib.suppress(Damaged):
-        return _is_ours(directory) and _is_former(_header_of(_file_of(directory))[0])
-    return False
-
-
-def _is_former(config):
-    return config.get("PERTURB") == "activations"
-
-
 def determining(config):
     """{name: value} without the constants that do not determine a saved model. Raises ValueError for what can be no
     name."""
@@ -611,16 +589,15 @@ def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
     run = _temporary_run(cfg)
     names = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
-    size = steps.packed_size(cfg.STEP_DIGITS)
     for step in range(1, len(names) + 1):
         path = os.path.join(directory, names.get(step, f"checkpoint_{step:08d}.bin"))
         with explained(HistoryError, path, "without it the model cannot be rebuilt"), open_file(path) as file:
-            data = file.read(CPP_CHECKPOINT.size + size + 1)
+            data = file.read(CPP_CHECKPOINT.size + cfg.STEP_BYTES + 1)
         packed = data[CPP_CHECKPOINT.size:]
         try:
-            steps.check_digits(packed, cfg.STEP_DIGITS)
+            steps.check_step(cfg, packed)
             run.append(packed, 0, 0)
-            if not data.startswith(CPP_CHECKPOINT.pack(CPP_MAGIC, 1, step, run.seed, size)):
+            if not data.startswith(CPP_CHECKPOINT.pack(CPP_MAGIC, 1, step, run.seed, cfg.STEP_BYTES)):
                 raise ValueError(f"it is not the checkpoint of step {step} of such a run")
         except ValueError as error:
             raise HistoryError(f"{path}: {error}: is it damaged, or were POPULATION_SIZE and CHUNK_SIZE others?") \
@@ -710,9 +687,21 @@ def _copy_rest(source, target):
             copy_file(path, target, name)
 
 
+def _compressed(cfg, packed):
+    """bytes: a step as one zstd frame."""
+    import pyzstd                                    # here, so that a coordinator starts without it
+    if cfg.PERTURB == "weights":
+        return pyzstd.compress(packed, 1)
+    if cfg.N_CHUNKS == 1:                            # digits compress by 2 % only
+        return pyzstd.compress(packed, -1)
+    # sums have no repetitions: to look for few of them leaves the entropy coder, in half the time
+    few = pyzstd.CParameter
+    return pyzstd.compress(packed, {few.compressionLevel: 1, few.hashLog: 6, few.minMatch: 7})
+
+
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = steps.packed_size(cfg.STEP_DIGITS)
+    size = cfg.STEP_BYTES
     return size + (size >> 8) + max(131072 - size >> 11, 0)
 
 
@@ -786,6 +775,9 @@ def _read_header(file, name):
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
         raise Damaged(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move it "
                       "away to begin again") from None
+    if config.get("PERTURB", "weights") != "weights" and not config.items() >= egg_config.FORMAT.items():
+        raise HistoryError(f"{name} is of an older egg, whose steps have another format: `egg.py export` of that egg "
+                           "and `egg.py import` of this one begin a new run with its model")
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the egg that wrote it")
     return config, start, end

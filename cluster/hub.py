@@ -226,6 +226,7 @@ class Connection:
         self.address = address_text(*address[:2])
         self.inbox = bytearray()
         self.outbox = collections.deque()
+        self.moved = [0, 0]                              # bytes that have come, and gone
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         tune(sock)
         self._tls = tls
@@ -238,7 +239,9 @@ class Connection:
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
-        self.traffic.sent += sum(map(len, parts))
+        size = sum(map(len, parts))
+        self.moved[1] += size
+        self.traffic.sent += size
         self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
 
@@ -291,6 +294,7 @@ class Connection:
         except OSError:
             data = b""
         if data:
+            self.moved[0] += len(data)
             self.traffic.received += len(data)
             self.heard = time.monotonic()
             self.inbox += data

@@ -48,6 +48,7 @@ class Link:
     auth.Card; snapshot: step of the coordinator's newest one, or 0."""
 
     snapshot = 0
+    idle = receiving = 0.0     # seconds with nothing to do, and those with a frame on its way
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
         self.name = f"{host}:{port}"
@@ -105,12 +106,12 @@ class Link:
             self.sock.sendall(data)
 
     def keep_alive(self):
-        """Sends heartbeats from a thread of its own from now on: also while this process computes, or a judge thinks.
-        """
+        """Sends heartbeats, and how the time was spent, from a thread of its own from now on: also while this process
+        computes, or a judge thinks."""
         def beat():
             with contextlib.suppress(OSError):       # whoever uses this connection learns of it
                 while not self._closed.wait(HEARTBEAT_EVERY):
-                    self.say(wire.HEARTBEAT)
+                    self.send(self.frame(wire.HEARTBEAT) + self.frame(wire.SPENT, self.idle, self.receiving))
 
         if self.version == V2:
             threading.Thread(target=beat, daemon=True).start()
@@ -126,8 +127,9 @@ class Link:
         """The payload of the next frame of this opcode; see `any_of`."""
         return self.any_of((opcode,), timeout).payload
 
-    def any_of(self, opcodes, timeout=math.inf):
-        """The next of these frames, a wire.Received. Raises TimeoutError after `timeout` seconds."""
+    def any_of(self, opcodes, timeout=math.inf, idle=True):
+        """The next of these frames, a wire.Received. Raises TimeoutError after `timeout` seconds. idle: whether this
+        worker has nothing else to do."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -147,7 +149,11 @@ class Link:
                 raise NetError(f"{self.name}: {error}") from None
             if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError("it does not answer, so it may be another program")
+            began, coming = time.monotonic(), bool(self.inbox)
             self.check(min(HEARTBEAT_EVERY, left))
+            spent = time.monotonic() - began
+            self.idle += spent * idle
+            self.receiving += spent * coming
 
     def fetch_snapshot(self, step, most, bandwidth=0):
         """bytearray: the coordinator's snapshot file of this step, of at most `most` bytes; empty if it is gone.

@@ -301,7 +301,7 @@ class Shelf:
             return self.cfg.PERTURB == "units" and step >= since
         if step == start.step and start.state:
             return head.sha256.hex() == start.state
-        return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.stored(step - 1)).digest()
+        return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
 
     def check(self, warn):
         """A task (hub.Beside) of a coordinator: compares all files with their hashes, the newest first. One that is

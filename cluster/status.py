@@ -20,11 +20,13 @@ CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
 WORKERS, BANS = 2000, 100  # in a status, at most: they fit a frame
 # the columns of the tables, {title: field}, and how some fields are shown
 WORKER_COLUMNS = {"worker": "name", "device": "device", "address": "address", "state": "state", "step": "step",
-                  "chunks": "chunks", "s/chunk": "chunk_seconds", "last seen": "last_seen"}
+                  "chunks": "chunks", "s/chunk": "chunk_seconds", "up/s": "up", "down/s": "down", "idle": "idle",
+                  "last seen": "last_seen"}
 PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compares": "kind",
                 "fitness": "fitness", "step": "step", "epoch": "epoch", "taken": "taken",
                 "last seen": "last_seen"}
-FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
+FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s", "up": "{:,.0f} B",
+           "down": "{:,.0f} B", "idle": "{:.0%}"}
 MUCH_WORSE = 1.15          # times the best validation so far
 BY_HEART = 1.02, 5         # times the best validation, and validations since, where the loss has fallen all the while
 LEARNT = 300               # steps after which a model is better than a table of single tokens
@@ -34,6 +36,7 @@ AS_HIGH = 0.1              # share by which the reward with other rows is less, 
 VARIETY, SHORT = "a lower TEMPERATURE, or reward variety", "a reward that such texts do not earn"
 SHRINKS = (("distinct_texts", "variety has halved", VARIETY), ("distinct_words", "variety has halved", VARIETY),
            ("words_a_text", "texts have become short", SHORT), ("letters_a_text", "texts have become short", SHORT))
+MOST_EXCHANGE = 0.1        # share of a worker's time in which its bytes may be on their way
 MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 
@@ -62,6 +65,7 @@ class Progress:
         self.rewards = []
         self._most = {}                                                    # {name of SHRINKS: the most so far}
         self._advised = set()                                              # what was advised
+        self.links = dict.fromkeys(("up", "down", "idle", "exchange"))     # of a worker, while nothing is known
         self._best = math.inf, 0                                           # validation, step
         self._loss_then = None                                             # at that step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
@@ -186,6 +190,20 @@ class Progress:
             self._advised.add(advice)
             self.events.warn(f"{line}: if that is too much, begin again with {advice} (docs/OBJECTIVES.md)")
 
+    def check_link(self, title, up, down, exchange):
+        """Warns, once, where bytes are on their way for more than a tenth of a worker's time: what to set."""
+        cfg = self.cfg
+        if exchange <= MOST_EXCHANGE or "exchange" in self._advised:
+            return
+        self._advised.add("exchange")
+        times = min(math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE),
+                    egg_config.most_windows(cfg) // cfg.CHUNK_SIZE)
+        self.events.warn(f"worker {title}: {exchange:.0%} of its time goes into {up / 1e6:.2f} MB/s up and "
+                         f"{down / 1e6:.2f} MB/s down: " + (
+                             f"a new run with -D CHUNK_SIZE={times * cfg.CHUNK_SIZE} -D POPULATION_SIZE="
+                             f"{times * cfg.POPULATION_SIZE} sends less often" if times > 1 else
+                             "chunks are as large as they can be: make an island of it (docs/ISLANDS.md)"), peer=True)
+
     def _measured(self, known, kind, step, value, line=None, **details):
         """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
         if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
@@ -283,7 +301,8 @@ def describe_status(status):
 
 def _table(columns, entries, words):
     """[line]: an empty one, the titles of the columns, and the entries; what is None stays empty. words: see `table`"""
-    rows = [["" if entry[key] is None else _cell(FORMATS.get(key, "{}").format(entry[key]))
+    # an older coordinator tells less of a worker
+    rows = [["" if (value := entry.get(key)) is None else _cell(FORMATS.get(key, "{}").format(value))
              for key in columns.values()] for entry in entries]
     return ["", *table([*columns], rows, words)]
 

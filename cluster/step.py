@@ -45,6 +45,7 @@ class Step:
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
         self._reported = set()                       # chunks of `dispute`
+        self._sums = None                            # of the digits of what is done (steps.sums_of)
 
     @property
     def disputed(self):
@@ -56,8 +57,9 @@ class Step:
         return len(self.done) == self.cfg.N_CHUNKS
 
     def fitness(self, cooling=0):
-        """bytes: the packed digits of all chunks, once the step is complete. cooling: see steps.join_digits."""
-        return steps.join_digits(self.cfg, [self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], cooling)
+        """bytes: the step, once it is complete. cooling: see steps.join_digits."""
+        chunks = [self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)]
+        return steps.join_digits(self.cfg, chunks, cooling, self._sums)
 
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
@@ -156,14 +158,26 @@ class Step:
         if self.alone:                                       # it is believed, also against one that has gone
             outcomes = {author: outcome for author, outcome in outcomes.items() if author in self.authors} or outcomes
         if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
-            self.done[chunk], = outcomes.values()
+            self._count(chunk, *outcomes.values())
             return set()
         (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0), (None, 0)][:2]
         if most > max(second, 1):
-            self.done[chunk] = best
+            self._count(chunk, best)
             return {author for author, outcome in outcomes.items() if outcome != best}
-        self.done.pop(chunk, None)
+        self._count(chunk)
         return set()
+
+    def _count(self, chunk, outcome=None):
+        """Counts an Outcome in place of the one that counted before; None: none does any more. Digits are added as they
+        come, and taken back, so that no worker waits for that at the end of the step."""
+        before = self.done.pop(chunk, None)
+        if outcome:
+            self.done[chunk] = outcome
+        if self._sums is None:
+            self._sums = steps.sums_of(self.cfg)
+        for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
+            if one and self._sums is not None:
+                steps.add_digits(self._sums, one.packed, sign)
 
     def _wanted(self, chunk):
         """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""

@@ -57,8 +57,8 @@ JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of th
 # updates: weights changed by the worker's last update, 0 where it has reported them; packed: ternary fitness (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
                lambda cfg: steps.packed_size(cfg.CHUNK_DIGITS))
-# first: a member; packed: the digits of all chunks, compressed by zstd in version 2
-JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: steps.packed_size(cfg.STEP_DIGITS))
+# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2
+JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: cfg.STEP_BYTES)
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
@@ -79,6 +79,7 @@ PROVED = Frame(48, "proof:32s")
 # of the unperturbed model on held-out prompts, with an objective; json: what else is shown, see Progress.rewarded
 REWARD = Frame(51, "step:Q texts:Q reward:d json", 1 << 17)
 MEASURE = Frame(52)                                  # validate, sample: the run ends with this state
+SPENT = Frame(53, "idle:d receiving:d")              # seconds of this connection that a worker waited, and received
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 
@@ -151,7 +152,8 @@ FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, W
 # the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
-FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD)}
+FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD,
+                                              SPENT)}
 
 
 def only(every, frames):

@@ -161,9 +161,7 @@ class CpuEngine:
         digest.update(self._model.overlay.data)
         return digest.digest()
 
-    def begin_update(self, fitness):
-        """False: this engine begins nothing that needs the state after `update`; there is too little to gain."""
-        return False
+    begin_update = None        # it begins nothing that needs the state after `update`: there is too little to gain
 
     def begin(self, first, count):
         """Begins with an evaluation of this step on the other threads. Two may be begun."""
@@ -215,16 +213,16 @@ class CpuEngine:
         return votes.chunk(self._job(cut(len(windows), votes.together(len(windows))), read).finish(), pool)[0]
 
     def update(self, fitness):
-        """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
-        the step (bytes, model.steps)."""
+        """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
+        the step (steps.join_digits)."""
         self._stop()
         cfg = self.cfg
         self._rate = steps.learning_rate(cfg, self.step, fitness)
         if self._units:
-            sums = self._units.digit_sums(fitness)
+            sums = rules.step_votes(cfg, fitness)
             votes = (sums[t.span] for t in self._tensors)
         else:
-            digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
+            digits = rules.unpacked_digits(fitness, cfg.N_PAIRS)
             voting = np.flatnonzero(digits)
             seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
             signs = digits[voting].astype(np.int32)
@@ -361,8 +359,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
                             PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=min(1, cfg.STATE_TOKENS))
-    digits = steps.pack_digits(np.ones(small.STEP_DIGITS, np.int8))
-    arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
+    step = b"\1".ljust(small.STEP_BYTES, b"\0")
+    arguments = dict(evaluate=(0, 2), update=(step,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
                             rules.sampling_settings(small)))
     verbs = [verb for verb in VERBS if verb in verbs]

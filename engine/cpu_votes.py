@@ -215,16 +215,6 @@ class UnitVotes:
         self._spread(packed.size, digits.size, pack_digits, digits, packed)
         return packed.tobytes(), sum(part.loss for part in read)
 
-    def digit_sums(self, fitness):
-        """int32 [CHUNK_DIGITS]: the sums over chunks of the packed digits of a step. Raises ValueError, see
-        steps.check_digits."""
-        cfg = self.cfg
-        steps.check_digits(fitness, cfg.STEP_DIGITS)
-        packed = np.frombuffer(fitness[:-1], np.uint8).reshape(cfg.N_CHUNKS, -1)
-        sums = np.zeros(cfg.CHUNK_DIGITS, np.int32)
-        self._spread(packed.shape[1], packed.size, add_digits, packed, sums)
-        return sums
-
     def vote_on_nothing(self, c):
         """Compiles what hands down and votes, or loads it from the cache."""
         nothing = Reading(nothing_kept(c), np.empty(0, np.int32), 0)
@@ -351,20 +341,6 @@ def pack_digits(digits, packed, first, end):
         for k in range(4, -1, -1):
             value = 3 * value + (digits[i, k] if digits[i, k] >= 0 else i32(2))
         packed[i] = value
-
-
-@njit
-def add_digits(packed, sums, first, end):
-    """sums int32 [5 n], from 5 first to 5 end - 1: of the digits in packed uint8 [chunks, n]."""
-    sums = sums[5 * first:5 * end].reshape(-1, 5)
-    for chunk in range(packed.shape[0]):
-        its = packed[chunk, first:end]
-        for i in range(its.size):
-            value = i32(its[i])
-            for k in range(5):
-                digit = value % i32(3)
-                sums[i, k] += digit - 3 * (digit >> 1)
-                value = value // i32(3)
 
 
 @njit

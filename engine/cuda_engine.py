@@ -622,8 +622,8 @@ class CudaEngine:
         return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
 
     def update(self, fitness):
-        """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
-        the step (bytes, model.steps)."""
+        """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
+        the step (steps.join_digits)."""
         self._enqueue_update(fitness)
         self.step, self.seed = self._at
         self._fitness = None

@@ -337,26 +337,29 @@ def optimize_kernel(cfg):
 
 
 def unpack_kernel(cfg):
-    """The kernel that unpacks the digits of a step (model.steps): int8 [pairs] or, with unit trials, int32 [weights],
-    their sums over the chunks, which are the votes."""
-    chunks, kind = (1, A8) if cfg.PERTURB == "weights" else (cfg.N_CHUNKS, A32)
+    """The kernel that unpacks a step (steps.join_digits): its digits as int8 [pairs] or, with unit trials, int32
+    [weights], their sums over the chunks, which are the votes."""
+    units = cfg.PERTURB == "units"
+    kind, several = A32 if units else A8, units and cfg.N_CHUNKS > 1
+    wide = 2 if cfg.N_CHUNKS > 127 else 1
 
     def unpack(packed: B1, digits: kind):
-        """digits: of all chunks, each in the same number of bytes; the last byte may have more. One thread per byte."""
-        i, each = cuda.grid(1), packed.size // chunks
-        if i < each:
-            sums = int32s(5)
+        """The last byte of digits may have more. One thread per byte, or for five sums."""
+        i = cuda.grid(1)
+        if i < (digits.size + 4) // 5:
+            byte = packed[i]
             for k in range(5):
-                sums[k] = 0
-            for chunk in range(chunks):
-                byte = packed[chunk * each + i]
-                for k in range(5):
+                if several:
+                    at = (k * ((digits.size + 4) // 5) + i) * wide
+                    digit = int32(int8(packed[at + wide - 1]))
+                    if wide == 2:
+                        digit = int32(digit << 8 | packed[at])
+                else:
                     digit = byte % int32(3)
-                    sums[k] += -1 if digit == 2 else digit
+                    digit = int32(-1) if digit == 2 else digit
                     byte //= int32(3)
-            for k in range(5):
                 if 5 * i + k < digits.size:
-                    digits[5 * i + k] = sums[k]
+                    digits[5 * i + k] = digit
 
     return unpack
 
@@ -387,7 +390,7 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    values of n). Set `rates`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
     read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
@@ -401,8 +404,7 @@ class Update:
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.packed = cuda.device_array(cfg.N_CHUNKS * steps.packed_size(cfg.CHUNK_DIGITS)
-                                        if cfg.PERTURB == "units" else steps.packed_size(cfg.STEP_DIGITS), np.uint8)
+        self.packed = cuda.device_array(cfg.STEP_BYTES, np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -416,7 +418,7 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + steps.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
+                + cfg.STEP_BYTES + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8
@@ -429,7 +431,7 @@ class Update:
         def add(name, grid, *args, shared=0):
             out.append(lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args))
 
-        add("unpack", blocks(self.packed.size, THREADS), self.packed, digits)
+        add("unpack", blocks(digits.size, 5 * THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
             add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)

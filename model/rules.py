@@ -376,6 +376,16 @@ def chunk_fitness(losses, cfg):
     return np.where(np.abs(d) < threshold, 0, np.where(d > 0, 1, -1)).astype(np.int8)
 
 
+def step_votes(cfg, fitness):
+    """int32 [CHUNK_DIGITS]: the sums of the digits of a step of unit trials, from its bytes. Raises ValueError, see
+    steps.check_step."""
+    steps.check_step(cfg, fitness)
+    sums = steps.sums_of(cfg, fitness)
+    if sums is None:
+        return unpacked_digits(fitness[:-1], cfg.CHUNK_DIGITS).astype(np.int32)
+    return sums.T.astype(np.int32, order="C").ravel()
+
+
 def unpacked_digits(packed, count):
     """int8 [count] from packed bytes. Raises ValueError, see steps.check_digits."""
     return np.frombuffer(steps.unpack_digits(packed, count), np.int8)

@@ -1,5 +1,5 @@
-"""What belongs to a step: its seed (SPEC 2), and its digits of fitness, five in a byte (SPEC 8). With the standard
-library alone: a coordinator needs no NumPy."""
+"""What belongs to a step: its seed (SPEC 2), its digits of fitness, five in a byte (SPEC 8), and their sums over chunks
+(SPEC 21). A coordinator starts without NumPy, which the sums need."""
 
 INITIAL_SEED = 42
 COOLINGS, HOT = 20, 0.3      # levels of the rate before a planned end, and the share of the run before the first
@@ -62,18 +62,46 @@ def unpack_digits(packed, count):
     return digits[:count]
 
 
-def nonzero_share(packed):
-    """Share of the packed digits that are not 0, in a sample of at most 2^13 bytes."""
-    sample = packed[::max(1, len(packed) >> 12)]
-    return 1 - sum(sample.translate(table).count(0) for table in _DIGITS) / (5 * len(sample))
+def sums_of(cfg, data=None):
+    """int8 or int16 [5, CHUNK_DIGITS / 5]: the sums of digits over chunks, digit 5 i + k at [k, i], from the bytes of a
+    step; zeros without any. None where a step is stored as digits: with noise on weights, or of one chunk."""
+    if cfg.PERTURB == "weights" or cfg.N_CHUNKS == 1:
+        return None
+    import numpy as np
+    kind, shape = np.dtype("i1" if cfg.N_CHUNKS <= 127 else "<i2"), (5, cfg.CHUNK_DIGITS // 5)
+    return np.zeros(shape, kind) if data is None else np.frombuffer(data[:-1], kind).reshape(shape)
 
 
-def join_digits(cfg, chunks, cooling=0):
-    """bytes: the packed digits of a step, from those of its chunks. With unit trials a byte follows, 0 to COOLINGS - 1:
-    by how much the rate of this step is lower than LR_SCHEDULE says."""
+def add_digits(sums, packed, sign=1):
+    """Adds the packed digits of a chunk to `sums_of` several, in place."""
+    import numpy as np
+    for its, table in zip(sums, _DIGITS):
+        its += sign * np.frombuffer(packed.translate(table), np.int8)
+
+
+def check_step(cfg, data):
+    """Raises ValueError for bytes that are no step of this configuration."""
+    if len(data) != cfg.STEP_BYTES:
+        raise ValueError(f"{len(data)} bytes where a step has {cfg.STEP_BYTES}")
+    if (sums := sums_of(cfg, data)) is not None:
+        if not -cfg.N_CHUNKS <= sums.min() <= sums.max() <= cfg.N_CHUNKS:
+            raise ValueError(f"sums of more than {cfg.N_CHUNKS} digits")
+    elif cfg.PERTURB == "weights":
+        check_digits(data, cfg.N_PAIRS)
+    else:
+        check_digits(data[:-1], cfg.CHUNK_DIGITS)
+
+
+def join_digits(cfg, chunks, cooling=0, sums=None):
+    """bytes: a step, from the packed digits of its chunks: these, or with unit trials their sums, which need not be
+    made where they are given. With unit trials a byte follows, 0 to COOLINGS - 1: by how much the rate of this step is
+    lower than LR_SCHEDULE says."""
     count = cfg.CHUNK_DIGITS
     if cfg.PERTURB == "units":
-        return b"".join(chunks) + bytes([cooling])
+        if sums is None and (sums := sums_of(cfg)) is not None:
+            for packed in chunks:
+                add_digits(sums, packed)
+        return b"".join((chunks[0] if sums is None else sums, bytes([cooling])))
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
     return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))
@@ -86,6 +114,6 @@ def cooling_at(done):
 
 
 def learning_rate(cfg, step, fitness):
-    """float: the rate of `step`, whose packed digits are `fitness`."""
+    """float: the rate of `step`, whose bytes (join_digits) are `fitness`."""
     cooling = min(fitness[-1], COOLINGS - 1) if cfg.PERTURB == "units" else 0
     return cfg.learning_rate(step) * (1 - cooling / COOLINGS)

@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 from contextlib import closing, suppress
 from threading import Thread
 from time import monotonic, sleep
@@ -9,7 +11,7 @@ from time import monotonic, sleep
 import egg_config
 import egg_net
 from cluster import history, snapshots
-from coordinators import Peer2, coordinator_process, free_port, result_frame, run_worker, whole
+from coordinators import HERE, Peer2, coordinator_process, free_port, result_frame, run_worker, whole
 from fakes import Drifting, FakeEngine, Liar, changed, expected
 
 
@@ -28,7 +30,8 @@ class Chaos:
         self.kind, drifting, liar = kinds
         self.process, self.port = coordinator_process(directory, free_port(), cfg)
         self.collect()
-        for i in range(honest):
+        self.workers = [self.worker_process(i) for i in range(2)]
+        for i in range(2, honest):
             self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
         self.start(drifting(cfg, after=self.random.randrange(5, 30), pause=0.002), "drifting")
         self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
@@ -39,6 +42,15 @@ class Chaos:
     def collect(self):
         """Reads what the coordinator prints, so that it never waits for us."""
         Thread(target=self.process.stdout.read, daemon=True).start()
+
+    def worker_process(self, i):
+        """An honest worker that can be killed."""
+        program = (f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+                   f"import egg_config, coordinators, fakes\ncfg = egg_config.make(**{self.cfg.constants()!r})\n"
+                   f"coordinators.run_worker({self.port}, fakes.{self.kind.__name__}(cfg, {0.001 * (1 + 3 * i)}), cfg, "
+                   f"name='honest{i}', retry=True)")
+        return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL)
 
     def start(self, engine, name):
         def serve():
@@ -77,13 +89,17 @@ class Chaos:
             sleep(dice.random() * 0.1)
 
     def run(self, steps):
-        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
+        """Until the run has `steps` steps: kills the coordinator and a worker now and then; returns how often."""
         started, kills, seen = monotonic(), 0, 0
         while True:
             sleep(self.random.uniform(0.05, 0.8) if kills < self.kills else 3)           # the last ones get somewhere
             self.process.kill()
             self.process.wait()
             kills += 1
+            killed = self.random.randrange(len(self.workers))
+            self.workers[killed].kill()
+            self.workers[killed].wait()
+            self.workers[killed] = self.worker_process(killed)
             with closing(history.open_run(self.cfg, self.directory)) as run:
                 assert run.step >= seen, f"{seen} steps were there, {run.step} are left; {run.notices}"
                 seen = run.step
@@ -108,8 +124,9 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         done = trouble.run(steps)
     finally:
         trouble.stop = True
-        trouble.process.kill()
-        trouble.process.communicate()
+        for process in trouble.process, *trouble.workers:
+            process.kill()
+            process.wait()
     with closing(history.open_run(cfg, directory)) as run:
         packed, digest = expected(run.step, cfg, kinds[0])
         assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "units")

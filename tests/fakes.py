@@ -28,8 +28,9 @@ REWARDED = dict(MODEL="gru", HEAD_DIM=64, PERTURB="units", LOSS="exact", HOST_GA
 
 
 def any_fitness(cfg, rng):
-    """bytes: random digits of a step, packed; rng: a generator, or its seed."""
-    return pack_digits(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(int8))
+    """bytes: a step of random digits; rng: a generator, or its seed."""
+    digits = np.random.default_rng(rng).integers(-1, 2, (cfg.N_CHUNKS, cfg.CHUNK_DIGITS)).astype(int8)
+    return steps.join_digits(cfg, [pack_digits(chunk) for chunk in digits])
 
 
 class FakeEngine:
@@ -82,11 +83,10 @@ class FakeEngine:
     def begin(self, first, count):
         pass
 
-    def begin_update(self, fitness):
-        return False
+    begin_update = None
 
     def update(self, fitness):
-        steps.check_digits(fitness, self.cfg.STEP_DIGITS)
+        steps.check_step(self.cfg, fitness)
         digest = zlib.crc32(fitness, zlib.crc32(self.weights))
         self.weights = np.maximum(np.frombuffer(digest.to_bytes(4, "little") * 2, int8), -127)   # a State has no -128
         self.seed, self.step = steps.next_seed(self.seed, self.step), self.step + 1

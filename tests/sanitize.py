@@ -53,7 +53,8 @@ def evaluation(engine):
 def every_verb(engine, tokens, rng):
     """int32 [34, 12]: the texts that an engine writes; it does all else once, but evaluation."""
     cfg = engine.cfg
-    engine.update(steps.pack_digits(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
+    digits = rng.integers(-1, 2, (cfg.N_CHUNKS, cfg.CHUNK_DIGITS)).astype(np.int8)
+    engine.update(steps.join_digits(cfg, list(map(steps.pack_digits, digits))))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)

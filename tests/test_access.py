@@ -149,7 +149,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     """The constants, with their values where they are unset, and what both sides have to be given."""
-    advice = ": give both the same egg_config.py, --preset, -D and --objective$"
+    advice = ": give both the same egg, egg_config.py, --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
         turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more"
@@ -157,8 +157,11 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
         turned_away(r"configuration: HOST_GAUSSIAN = 1 at the coordinator, 0 at the worker; SOFT_TARGETS = unset at "
                     r"the coordinator, 0:2 at the worker" + advice,
                     server, laptop.changed(HOST_GAUSSIAN=0, SOFT_TARGETS=((0, 2),)))
-        turned_away("configuration: PERTURB = units at the coordinator, activations at the worker" + advice,
-                    server, config={**laptop.saved(), "PERTURB": "activations", "CREDIT": 8, "VERSION_OF_VOTES": 3})
+        older = {name: value for name, value in laptop.saved().items() if name != "FORMAT_OF_VOTES"}
+        turned_away("configuration: FORMAT_OF_VOTES = sums at the coordinator, unknown at the worker" + advice, server,
+                    config=older)
+        turned_away("configuration: PERTURB = units at the coordinator, activations at the worker; FORMAT.*" + advice,
+                    server, config={**older, "PERTURB": "activations", "CREDIT": 8, "VERSION_OF_VOTES": 3})
     with Server(tmp_path, default, access=Access(SECRET)) as server:
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                     r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,

@@ -216,7 +216,7 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
 
 @mark.parametrize("words, number, change", [
     ("it is not the checkpoint of step 2 of such a run", 2, lambda d: d[:8] + b"\3" + d[9:]),
-    ("51 bytes of fitness where 256 values need 52.* POPULATION_SIZE", 5, lambda d: d[:-1]),
+    ("51 bytes where a step has 52: .* POPULATION_SIZE", 5, lambda d: d[:-1]),
     ("checkpoint_00000004.bin: No such file or directory: without it the model cannot", 4, None),
 ])
 def test_damaged_cpp_checkpoints_are_refused(tmp_path, words, number, change):

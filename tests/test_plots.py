@@ -230,7 +230,7 @@ def test_the_longest_status_fits_a_frame(tmp_path, monkeypatch):
     """Thousands of workers and bans with the longest names: the first of them are told, and how many more."""
     name = "\U0001f95a" * 64
     worker = dict(name=name, device=name, address="10.0.0.1:1", protocol=2, step=0, chunks=0, chunk_seconds=None,
-                  last_seen=0.5, state="working")
+                  last_seen=0.5, state="working", up=1, down=1, idle=0.5)
     longest = dict(workers=[worker] * WORKERS, connected=4000, banned={f"{name} {k}": name for k in range(100)})
     status = egg_net.Coordinator.status
     monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **longest})

@@ -184,7 +184,7 @@ def test_a_run_whose_history_is_damaged_goes_on_from_its_newest_whole_snapshot(t
     data = bytearray(file.read_bytes())
     data[place] ^= 1
     file.write_bytes(data)
-    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN and not history.is_former(at)
+    assert history.configuration(at)["SEQ_LEN"] == cfg.SEQ_LEN
     lines = egg_net.Console(Lines())
     assert use.load(cfg, at, console=lines).step == newest
     assert f"here is its snapshot of step {newest}" in lines.stream.text
@@ -377,31 +377,23 @@ def test_a_run_is_read_whatever_the_file_says_now(tmp_path, monkeypatch):
     assert not shelf.files and [*shelf.damaged] == [f"{path} is of another configuration and not used"]
 
 
-def test_a_run_of_noise_on_activations_is_read_and_gives_its_model_to_a_new_one(tmp_path, compiled_units):
-    """It is replayed by the same update; only that of unit trials goes on."""
-    at, cfg = str(tmp_path / "old"), UNITS.changed(SNAPSHOT_EVERY=2)
-    for name, cooling in ("now", bytes(1)), ("old", b""):
-        with closing(open_run(cfg, str(tmp_path / name))) as run:
-            for step in range(3):
-                run.append(any_fitness(cfg, step)[:-1] + cooling, 0, 0)
-    now = use.load(cfg, str(tmp_path / "now"), console=egg_net.Console(Lines())).digest()
-    data = (tmp_path / "old" / history.FILE).read_bytes()
+@mark.parametrize("lacks", ["activations", "units"])
+def test_a_run_of_an_older_egg_is_refused_by_one_line(tmp_path, lacks):
+    """Whoever opens it; what it holds are digits of all chunks."""
+    open_run(UNITS, str(tmp_path)).close()
+    path = tmp_path / history.FILE
+    data = path.read_bytes()
     end = 16 + int.from_bytes(data[8:12], "little")
     header = json.loads(data[12:end - 4])
-    header["config"] |= dict(PERTURB="activations", GROUP_SIZE=8, CHUNK_SIZE=8 * 32, POPULATION_SIZE=8 * 128,
-                             NOISE_UP=3, CREDIT=12, VERSION_OF_VOTES=3)
+    header["config"]["PERTURB"] = lacks
+    del header["config"]["FORMAT_OF_VOTES"]
     text = json.dumps(header, sort_keys=True).encode()
-    (tmp_path / "old" / history.FILE).write_bytes(
-        history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text) + data[end:])
-    assert history.is_former(at)
-    with refused(f"noise on activations, which unit trials have replaced: `egg.py train --load-dir {at}` begins a new "
-                 "run with its model", history.HistoryError):
-        open_run(cfg, at)
-    old = egg_config.load(environ={}, saved=history.configuration(at))
-    assert old.saved() == cfg.saved() and use.load(old, at, console=egg_net.Console(Lines())).digest() == now
-    use.begin(cfg, old, at, str(tmp_path / "new"), None, egg_net.Console(Lines()), None)
-    with closing(open_run(cfg, str(tmp_path / "new"))) as run:
-        assert run.start.step == 3 and not history.is_former(str(tmp_path / "new"))
+    path.write_bytes(history.with_crc(history.MAGIC + len(text).to_bytes(4, "little") + text) + data[end:])
+    for opens in (lambda: open_run(UNITS, str(tmp_path)), lambda: history.read_run(UNITS, str(tmp_path)),
+                  lambda: history.configuration(str(tmp_path))):
+        with refused("is of an older egg, whose steps have another format: `egg.py export` of that egg and `egg.py "
+                     "import` of this one begin a new run with its model", history.HistoryError):
+            opens()
 
 
 def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from cluster.dispatch import PROBATION
 from cluster.step import Author, Step
 from cluster.wire import JOB_RESPONSE, REBUILD
 from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, run_worker, turned_away, until
-from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, REWARDED, SECRET, UNITS, changed,
+from fakes import (BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, UNITS, changed,
                    expected)
 from model import integer_tables, steps
 from pages import EVERYBODY, state_of
@@ -294,30 +294,23 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
     assert "w1 has erred" in server.said and kept(tmp_path, base) == expected(PROBATION, base)[0]
 
 
-def test_digits_of_an_odd_share_are_audited(tmp_path):
-    with Server(tmp_path, UNITS.changed(AUDIT_RATE=0.0)) as server:
-        honest, odd = named(server, "honest", "odd")
-        dispatcher, count = server.dispatcher, UNITS.CHUNK_DIGITS
-        plain = steps.pack_digits(bytes((0, 1, 255) * count)[:count])
-        dispatcher._usual_share = steps.nonzero_share(plain)
-        honest.works(0, 2, packed=plain)
-        until(lambda: len(dispatcher.work.done) == 2)
-        odd.works(0, 1, packed=steps.pack_digits(b"\1" * count))
-        until(lambda: 2 in dispatcher.work.audited and 2 not in dispatcher.work.done)
-
-
-def test_chunks_that_vote_from_rewards_are_not_odd(tmp_path):
-    """Equal rewards are no votes at all; what votes from text is compared with its like."""
-    cfg = changed(**REWARDED, TEXT_SHARE=0.5)
-    with Server(tmp_path, cfg) as server:
-        peer, = named(server, "honest")
-        dispatcher, empty = server.dispatcher, steps.pack_digits(bytes(cfg.CHUNK_DIGITS))
-        kinds = [dispatcher.votes_from_text(chunk) for chunk in range(4)]
-        assert sorted(kinds) == [False, False, True, True]
-        dispatcher._usual_share = 0.5
-        peer.works(0, 4, packed=empty)
-        until(lambda: server.worker().results == 4 or server.run.step)
-        assert server.run.step or dispatcher.work.audited == {k for k in range(4) if kinds[k]}
+def test_a_withdrawn_result_is_not_in_the_sums():
+    """Results come, differ, count no more and are withdrawn, in any order."""
+    rng, step, workers = random.Random(5), Step(UNITS, audited=(0, 1)), (A, B, C, D)
+    answers = [[steps.pack_digits(bytes(rng.choices((0, 1, 255), k=UNITS.CHUNK_DIGITS))) for _ in range(2)]
+               for _ in range(UNITS.N_CHUNKS)]
+    step.authors, seen = frozenset(worker.author for worker in workers), set()
+    for turn in range(300):
+        worker, chunk = rng.choice(workers), rng.randrange(UNITS.N_CHUNKS)
+        if turn % 3:
+            step.result(worker, chunk, answers[chunk][rng.random() < 0.4], 0)
+        else:
+            step.withdraw(worker.author)
+        if step.complete:
+            done = [step.done[chunk].packed for chunk in range(UNITS.N_CHUNKS)]
+            seen.add(step.fitness(3))
+            assert step.fitness(3) == steps.join_digits(UNITS, done, 3)
+    assert len(seen) > 2
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):

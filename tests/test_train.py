@@ -299,8 +299,7 @@ for verb in json.loads(sys.argv[3]):
     if verb == "evaluate":
         engine.evaluate(0, 2 if cfg.PERTURB == "weights" else cfg.CHUNK_SIZE)
     if verb == "update":
-        from model import steps
-        engine.update(bytes([7]).ljust(steps.packed_size(cfg.STEP_DIGITS), b"\\0"))           # digits 1, -1, 0 ...
+        engine.update(bytes([1]).ljust(cfg.STEP_BYTES, b"\\0"))
     if verb == "digest":
         engine.digest()
     if verb == "validate":

@@ -92,8 +92,12 @@ class PlainEngine:
 
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
-        digits = rules.unpacked_digits(fitness, cfg.STEP_DIGITS)
-        votes = digits[:-5].reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
+        steps.check_step(cfg, fitness)
+        if cfg.N_CHUNKS == 1:
+            votes = rules.unpacked_digits(fitness[:-1], cfg.CHUNK_DIGITS).astype(np.int32)
+        else:                                        # five planes
+            kind = np.int8 if cfg.N_CHUNKS < 128 else np.int16
+            votes = np.frombuffer(fitness[:-1], kind).reshape(5, -1).T.ravel().astype(np.int32)
         f, rate = np.float32, np.float32(cfg.learning_rate(state.step) * (1 - fitness[-1] / 20))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
         for t in parameters.tensors(cfg):

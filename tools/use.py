@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from model import data_files, parameters, steps
+import egg_config
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, UsageError, explained
@@ -292,7 +293,7 @@ def read_config(path):
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(config := json.loads(open_tensors(path)[1].get("config", "{}")), dict):
             files = {name: path for name, path in config.items() if name in DATA_FILES and os.path.isfile(str(path))}
-            return history.determining(config) | files
+            return egg_config.renewed(history.determining(config)) | files
     raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
 
 
