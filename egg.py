@@ -129,9 +129,6 @@ COMMON = dict([
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
-    option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
-    option("--log-to LIBRARY", "wandb or mlflow: write figures and constants with that library",
-           choices=("wandb", "mlflow")),
     option("--threads N", "cores for the CPU engine (default: all)", number(int, 1, hardware.cores())),
     option("--secret-file FILE", "file with the secret that coordinator and workers share, or for a worker with its "
            "key (default: variable EGG_SECRET)"),
@@ -149,7 +146,7 @@ UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = ("--steps", "--minutes", "--target", "--patience", "--load-dir", "--keep-every", "--http", "--log-json",
-       "--tensorboard", "--log-to", "--secret-file", "--verbose", "--quiet")
+       "--secret-file", "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
                     "at that step; its configuration is used", action=Once),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
@@ -609,7 +606,7 @@ def access_to(args):
 
 def of_the_run(args):
     """{name: value}: the options of a run that a coordinator and its logs take as they are."""
-    names = "steps", "minutes", "target", "patience", "save_dir", "load_dir", "log_json", "tensorboard", "log_to"
+    names = "steps", "minutes", "target", "patience", "save_dir", "load_dir", "log_json"
     return {name: vars(args)[name] for name in names}
 
 

@@ -891,13 +891,12 @@ def room_for_connections():
 
 
 @contextlib.contextmanager
-def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, log_json=None, tensorboard=None,
-                       log_to=None, target=None, patience=None, **options):
-    """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
-    tensorboard, log_to: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises
-    EggError."""
+def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, log_json=None, target=None,
+                       patience=None, **options):
+    """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json:
+    see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir, snapshots.mend)) as run,
-          event_log.Events(cfg, run, console, log_json, tensorboard, log_to) as events,
+          event_log.Events(cfg, run, console, log_json) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         opened.progress.target, opened.progress.patience = target, patience
         yield opened

@@ -143,5 +143,5 @@ def test_runs_that_begin_at_once_take_directories_of_their_own(place, compiled):
         for done in pool.map(lambda line: process(*line, cwd=place), lines):
             succeeds(done)
     assert sorted(name for name in os.listdir() if name[:2] == "r-") == [f"r-{number}" for number in range(2, 7)]
-    assert run("train --load-dir r --tensorboard /dev/null/x -D LR_SCHEDULE=0:0.1").returncode == 1
+    assert run("train --load-dir r --log-json /dev/null/x -D LR_SCHEDULE=0:0.1").returncode == 1
     assert not os.path.exists("r-7")

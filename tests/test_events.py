@@ -1,4 +1,4 @@
-"""Events and where they go: JSON logs, TensorBoard, and what strangers cannot write there."""
+"""Events and where they go: JSON logs, followers, and what strangers cannot write there."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from pytest import approx, mark, raises
+from pytest import approx, fixture, mark
 
 import egg_config
 import egg_net
@@ -299,7 +299,7 @@ def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reaso
           ": give --log-json a file that can be written\n")
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
+# --- followers --------------------------------------------------------------------------------------------------------
 
 def records(directory):
     """{tag: (step, number or text)} of all that TensorBoard would show."""
@@ -316,91 +316,68 @@ def records(directory):
     return shown
 
 
-def test_tensorboard_gets_figures_and_samples(tmp_path):
-    with told_to(tensorboard=tmp_path / "tb") as told:
-        told.emit("step", **A_STEP)
-        told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+def followed(place, *arguments):
+    """The ended process of examples/follow.py, in `place`."""
+    there = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    path = os.path.join(os.path.dirname(egg_net.__file__), "examples", "follow.py")
+    return subprocess.run([sys.executable, path, *arguments], env=there, cwd=place, capture_output=True, text=True,
+                          timeout=100)
+
+
+@fixture
+def a_log(tmp_path):
+    """The log of a run that ended, in tmp_path."""
+    with told_to(log_json=tmp_path / "log") as told:
+        told.emit("validation", step=8, tokens=80, value=3.5, unit="bits/byte")
+        told.emit("step", **A_STEP)                  # it may come after the validation of the next
         told.emit("reward", step=8, tokens=80, value=0.5, texts=4, numbers={"lowest": 0.25, "logged_mine": 2})
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
-    assert records(tmp_path / "tb") == {
+        told.emit("stop", step=9)
+
+
+def test_tensorboard_gets_figures_and_samples(tmp_path, a_log):
+    log = (tmp_path / "log").read_text()
+    (tmp_path / "log").write_text('{"event": "st\n' + log)                       # a torn line
+    done = followed(tmp_path, "tensorboard", "log")
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "tensorboard") == {
         "loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
-        "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+        "learning_rate": (7, 0.25), "validation/bits_per_byte": (8, 3.5),
         "reward": (8, 0.5), "reward_lowest": (8, 0.25), "reward_logged_mine": (8, 2.0),
         "sample/text_summary": (9, "    To be, >>> or\n    not")}
-    next((tmp_path / "tb").iterdir()).rename(tmp_path / "tb" / "first")     # the library names files by the second
-    with told_to(tensorboard=tmp_path / "tb") as told:         # it goes on: its first worker validates again
-        told.emit("start", step=7, directory=None, config=CFG.constants())
-        told.emit("validation", step=7, tokens=70, value=9.0, unit="bits/byte")
-    assert records(tmp_path / "tb")["validation/bits_per_byte"] == (7, 3.5)
 
 
-def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    with raises(event_log.WatchError, match="file: .*: give a directory"):
-        with told_to(tensorboard=tmp_path / "file"):
-            pass
-    with told_to(lines := Lines(), tensorboard=tmp_path / "tb") as told:
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=100))
-        for step in range(3):
-            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
-    assert lines.text.count("tb: the disk is nearly full: nothing more is written there") == 1
-
-
-TRACKED = """
-import importlib.util, sys
-from run_logs import A_STEP, told_to
-with told_to(log_to=sys.argv[1]) as told:
-    told.emit("validation", step=8, tokens=80, value=3.5, unit="bits/byte")
-    told.emit("step", **A_STEP)                  # it may come after the validation of the next
-    told.emit("reward", step=8, tokens=80, value=0.5, texts=4, numbers={"lowest": 0.25})
-    told.emit("sample", worker="w", step=9, prompt="To be,", text="or")
-"""
+def test_a_follower_says_what_is_wrong(tmp_path):
+    done = followed(tmp_path, "tensorboard", "none")
+    assert (done.returncode, done.stderr) == (
+        1, "none: No such file or directory: name the events.jsonl of a run\n")
+    assert followed(tmp_path, "excel", "none").returncode == 2
+    (tmp_path / "other").write_text('{"event": "validation"}\n')
+    done = followed(tmp_path, "tensorboard", "other")
+    assert (done.returncode, done.stderr) == (
+        1, "other: not a log of events: name the events.jsonl of a run\n")
 
 
 @mark.track
-def test_wandb_and_mlflow_get_figures_and_constants(tmp_path):
+def test_wandb_and_mlflow_get_figures(tmp_path, a_log):
     """The libraries themselves, which write files here."""
-    there = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in "wandb", "mlflow":
-        done = subprocess.run([sys.executable, "-c", TRACKED, name], env=there, cwd=tmp_path, capture_output=True,
-                              text=True, timeout=100)
+        done = followed(tmp_path, name, "log")
         assert done.returncode == 0, done.stderr
     [log] = tmp_path.glob("wandb/offline-run*/*.wandb")
-    assert [word for word in (b"loss/bits_per_byte", b"validation/bits_per_byte", b"reward_lowest", b"learning_rate",
-                              b"LR_SCHEDULE") if word not in log.read_bytes()] == []
+    assert [word for word in (b"loss/bits_per_byte", b"validation/bits_per_byte", b"reward_lowest", b"learning_rate")
+            if word not in log.read_bytes()] == []
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as mlflow:
         assert set(mlflow.execute("select key, value, step from metrics")) == {
             ("loss/bits_per_byte", 1.5, 7), ("updates", 3, 7), ("tokens_per_second", 10, 7), ("learning_rate", 0.25, 7),
-            ("validation/bits_per_byte", 3.5, 8), ("reward", 0.5, 8), ("reward_lowest", 0.25, 8)}
-        assert ("SEQ_LEN", str(CFG.SEQ_LEN)) in set(mlflow.execute("select key, value from params"))
-
-
-def test_training_goes_on_where_such_a_library_fails(monkeypatch):
-    """Once it is said; at the start it is an error."""
-    def fail(*_, **__):
-        raise RuntimeError("no network")
-
-    calls = []
-    library = SimpleNamespace(start_run=list, log_params=calls.append, log_metrics=fail, end_run=fail)
-    monkeypatch.setitem(sys.modules, "mlflow", library)
-    with told_to(lines := Lines(), log_to="mlflow") as told:
-        for step in range(3):
-            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
-    assert lines.text.count("--log-to mlflow: no network: nothing more is written there") == 1
-    assert calls == [CFG.constants()]
-    library.start_run = fail
-    with raises(event_log.WatchError, match="^--log-to mlflow: no network$"):
-        with told_to(log_to="mlflow"):
-            pass
+            ("validation/bits_per_byte", 3.5, 8), ("reward", 0.5, 8), ("reward_lowest", 0.25, 8),
+            ("reward_logged_mine", 2, 8)}
 
 
 def test_missing_libraries_are_named(here, monkeypatch):
-    for name in ("tensorboardX", "matplotlib.figure", "safetensors.numpy", "ray", "wandb"):
+    for name in ("matplotlib.figure", "safetensors.numpy", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
     advice = "pip install -r requirements"
-    fails(run("coordinator --port 0 --tensorboard tb"), 1,
-          f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
-    fails(run("coordinator --port 0 --log-to wandb"), 1, f"egg: --log-to needs wandb: {advice}/track.txt\n")
     example(here / "log")
     fails(run("plot log --out a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     fails(run("import w --save-dir new"), 1,
