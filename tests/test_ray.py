@@ -66,9 +66,10 @@ def three_nodes():
             cluster.shutdown()
 
 
-def egg(at, *arguments):
-    return subprocess.Popen([sys.executable, HERE / "egg.py", *map(str, arguments)], cwd=at, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pipesize=1 << 20)    # read at its end
+def egg(at, *arguments, program=HERE / "egg.py", **environ):
+    return subprocess.Popen([sys.executable, program, *map(str, arguments)], cwd=at, text=True,
+                            env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            pipesize=1 << 20)    # read at its end
 
 
 def printed(process):
@@ -166,7 +167,7 @@ def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
     (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(t) for t in completions]\n")
     driver = drive(place, three_nodes, "judged", "--objective", "own.py", "--steps", 3, "--workers", 1, *DEFINES)
     text = printed(driver)
-    assert driver.returncode == 0 and "reward at step 0: " in text and "--objective own.py" in text, text
+    assert driver.returncode == 0 and "reward at step 0: " in text and "continue it: " in text, text
     driver = drive(place, three_nodes, "judged", "--steps", 4)
     assert "continue it with --objective FILE" in printed(driver) and driver.returncode == 2
 
@@ -216,39 +217,34 @@ def test_errors_of_actors_are_a_line(error, line):
     assert ray.problem(wrapped) == ray.problem(error) == line
 
 
-def sweep(place, text, directory, address):
-    """The started examples/sweep.py, edited: with the text in place of its settings."""
+def sweep(place, address, **more):
+    """The started examples/sweep.py with other settings, as a user edits it. more: {name: Python}."""
     source = (HERE / "examples" / "sweep.py").read_text()
     first, last = source.index("PRESET = "), source.index("HERE = ")
-    (place / "examples").mkdir(exist_ok=True)
-    (place / "examples" / "sweep.py").write_text(source[:first] + text + source[last:])
-    there = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(HERE)}
-    return subprocess.Popen([sys.executable, "examples/sweep.py", directory], cwd=place, env=there, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pipesize=1 << 20)
-
-
-def settings(**more):
-    """The text of the settings of a sweep. more: {name: Python}."""
     constants = {name: repr(egg_config.text(value)) for name, value in {**differing(CFG), "DEVICE": "cpu"}.items()}
     rows = ", ".join(f'"{name}": {value}' for name, value in {**constants, "VALIDATE_EVERY": "5", **more}.items())
-    return f'PRESET, STEPS, GRACE, SAMPLES, CPUS, GPUS = "deggs", 30, 4, 1, 1, 0\nSETTINGS = {{{rows}}}\n'
+    (place / "sweep.py").write_text(f"""{source[:first]}PRESET, STEPS, GRACE, SAMPLES = "deggs", 30, 4, 1
+CPUS, GPUS, SETTINGS = 1, 0, {{{rows}}}
+{source[last:]}""")
+    return egg(place, "sweep", program="sweep.py", RAY_ADDRESS=address, PYTHONPATH=str(HERE))
 
 
 @mark.parametrize("name, value, words", [("N_LAYERS", "tune.grid_search([1, 99])", "N_LAYERS = 99"),
                                          ("LAYERS", "1", "LAYERS"), ("VAL_FILE", "'none.bin'", "none.bin")])
 def test_wrong_settings_of_a_sweep_end_with_a_line(place, name, value, words):
-    process = sweep(place, settings(**{name: value}), "wrong", "local")
+    process = sweep(place, "local", **{name: value})
     text = printed(process)
     assert process.returncode in (1, 2) and text.startswith("egg: ") and text.count("\n") == 1 and words in text, text
 
 
 def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
-    text, runs = settings(SIGMA_SHIFT="tune.grid_search([1, 3])", ADAM_WEIGHT_DECAY="tune.loguniform(1e-4, 0.1)",
-                          ISLAND_SEED="tune.grid_search([1, 2])"), place / "sweep"
-    process = sweep(place, text, "sweep", three_nodes.address)
+    settings = {"SIGMA_SHIFT": "tune.grid_search([1, 3])", "ADAM_WEIGHT_DECAY": "tune.loguniform(1e-4, 0.1)",
+                "ISLAND_SEED": "tune.grid_search([1, 2])"}
+    runs = place / "sweep"
+    process = sweep(place, three_nodes.address, **settings)
     wait_for(process, lambda: any(step_of(run) >= 10 for run in runs.glob("trial_*")))
     assert "the same command continues" in interrupted(process)
-    process = sweep(place, text, "sweep", three_nodes.address)
+    process = sweep(place, three_nodes.address, **settings)
     said = printed(process)
     assert process.returncode == 0 and "Traceback" not in said, said
     ranked = re.findall(r"^\S*/(trial_\w+) +(\d+) +([\d.]+) bits/byte(.*)$", said, re.M)
