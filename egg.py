@@ -152,8 +152,6 @@ SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*)
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
              "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
-CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
-                 "or local: a new one on this machine (default: auto)")
 
 
 DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by trials in place of derivatives, on "
@@ -343,7 +341,9 @@ def worker(cfg, args):
 
 
 @command(option("--save-dir DIR", "keep the run in DIR on this node; if DIR holds a run, continue it", required=True),
-         *RUN, "--objective", "--port", CLUSTER, OPEN_PAGE,
+         *RUN, "--objective", "--port", OPEN_PAGE,
+         option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
+                "local: a new one on this machine (default: auto)"),
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
          option("--cpus N", "cores of a worker on a node without GPUs; a cluster with GPUs uses such nodes only with "
@@ -361,18 +361,6 @@ def ray(cfg, args):
         from deploy import ray
         done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
     invite_to_continue(done.run.directory, console)
-
-
-@command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
-         option("--save-dir DIR", "directory of the trials (default: FILE without .toml)"))
-def sweep(cfg, args):
-    """train with many settings on a Ray cluster, stop the bad ones early, and rank them by validation
-
-    example: python egg.py sweep settings.toml --address local"""
-    from deploy import sweep
-    runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
-    if runs:
-        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", lambda text: text.strip("[]"), nargs="?",

@@ -517,7 +517,9 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     for name in sources.keys() - CONSTANTS.keys():
-        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name)}")
+        with open(__file__, encoding="utf-8") as file:
+            line = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{name}\b", line)), 1)
+        raise ConfigError(f"{_place(line)}{name}: {_no_such(name)}")
     if objective:
         source, digest, settings = objective
         values = {**settings, "OBJECTIVE": digest}
@@ -730,13 +732,6 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
-
-
-def line_of(path, word):
-    """NAME:LINE: of the first line of a file that has a word, for a message about it."""
-    with open(path, encoding="utf-8") as file:
-        number = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{word}\b", line)), 1)
-    return f"{os.path.basename(path)}:{number}: "
 
 
 SHIPPED = {_name: _parse(_name, _text, "SHIPPED") for _name, _, _text in

@@ -54,9 +54,9 @@ def connected(address):
                 socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
             cluster = ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as error:       # of many kinds
-            raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): run this on a "
-                           "node of one, with HOST:PORT of its head, or in a `ray job submit`, or give --address local "
-                           "for one on this machine") from None
+            raise RayError(f"no Ray cluster to use at {address} ({one_line(str(error), 200)}): run this on a node of "
+                           "one, or in a `ray job submit`, or give HOST:PORT of its head as the address, or local for "
+                           "one on this machine") from None
         with cluster:
             yield
 
@@ -65,8 +65,8 @@ def lasting(directory):
     """The absolute path of a directory. Raises UsageError for one that would be lost with the files of a job."""
     path = os.path.abspath(directory)
     if JOB_COPY in path:
-        raise UsageError(f"--save-dir {directory}: a job runs in a copy of its working directory, which Ray removes "
-                         "afterwards: give an absolute path elsewhere")
+        raise UsageError(f"{directory}: a job runs in a copy of its working directory, which Ray removes afterwards: "
+                         "give an absolute path elsewhere")
     return path
 
 

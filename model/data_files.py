@@ -30,22 +30,10 @@ WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+
 
 # {first bytes: the module that unpacks such a file}, {first bytes: what other files are}
 PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "pyzstd", b"BZh91AY&SY": "bz2"}
-FOREIGN = {b"PK\3\4": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a RAR archive",
-           b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
-           b"\xff\xfe\0\0": "UTF-32 text", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
-           (20240520).to_bytes(4, "little"): "tokens of llm.c", (20240801).to_bytes(4, "little"): "tokens of llm.c"}
-TOKENS = "tokens (uint32)"
-# {what NumPy calls them: tokens, of which all are below 2^18}; int64 is its default
-NUMBERS = {"<u8": "tokens (int64)", ">u8": "tokens (int64, big-endian)", "<u4": TOKENS,
-           ">u4": "tokens (uint32, big-endian)"}
-SHORT = "tokens (uint16, as of nanoGPT)"
-ADVICE = {**{name: f"numpy.fromfile(FILE, '{kind}').astype('<u4').tofile(NEW) makes uint32 of them"
-             for kind, name in {**NUMBERS, "<u2": SHORT}.items() if name != TOKENS},
-          "UTF-16 text": "`iconv -f UTF-16 -t UTF-8` makes text of it",
-          "UTF-32 text": "`iconv -f UTF-32 -t UTF-8` makes text of it"}
-# {how the vocabularies of others begin: what they are}
-VOCABULARIES = {rb"\s*\{": "JSON, as a tokenizer.json", rb"[A-Za-z0-9+/]+=* \d+\n": "a vocabulary of tiktoken",
-                rb"#version": "a merges.txt", rb"(?s)\n.\n.<": "a model of sentencepiece"}
+FOREIGN = {b"PK\3\4": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a RAR archive", b"%PDF": "a PDF",
+           b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array", b"\xff\xfe": "UTF-16 text",
+           b"\xfe\xff": "UTF-16 text", (20240520).to_bytes(4, "little"): "tokens of llm.c",
+           (20240801).to_bytes(4, "little"): "tokens of llm.c"}
 
 
 class DataError(EggError):
@@ -78,12 +66,9 @@ def open_tokens(cfg, path):
     if not wide:
         _need_bytes(tokens, path, "make bytes of a text with `python egg.py prepare TEXT --vocab-size 256`, or begin a "
                     "run with DETOKENIZE=1, which reads the bytes of tokens")
-    elif size % 4 or not _fits_tokens(tokens) or _signature(tokens) or _format(tokens) == NUMBERS["<u8"]:
-        prepare = "make tokens of a text with `python egg.py prepare TEXT`"
-        if (kind := _format(tokens)) not in (None, TOKENS):
-            raise DataError(f"{path} holds {kind}, not uint32 tokens: {ADVICE.get(kind, prepare)}")
-        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: {prepare}, or read its bytes with "
-                        "--preset laptop-bytes -D DETOKENIZE=0")
+    elif size % 4 or not _are_tokens(tokens):
+        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: make tokens of a text with `python "
+                        "egg.py prepare TEXT`, or read its bytes with --preset laptop-bytes -D DETOKENIZE=0")
     else:
         tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:
@@ -114,44 +99,26 @@ def _size(path):
                     "`python egg.py prepare TEXT`")
 
 
-def _fits_tokens(data):
-    """Whether data (uint8) can be uint32 tokens: as VOCAB_SIZE is at most 2^18, of every four bytes the last is 0 and
-    the one before at most 3. The first BLOCK shows it."""
-    start = data[:BLOCK]
-    return start.size > 3 and not start[3::4].any() and (start[2::4] < 4).all()
-
-
-def _signature(data):
-    """What data are by their first bytes, None of others."""
-    head = data[:512].tobytes()
-    if head[257:262] == b"ustar":
-        return "a tar archive"
-    return next((name for first, name in {**PACKED, **FOREIGN}.items() if head.startswith(first)), None)
-
-
-def _format(data):
-    """What data (uint8) are that are not to be read as bytes, in words; None of others."""
-    start = data[:min(BLOCK, data.size // 4 * 4)]
-    if (name := _signature(data)) or not start.any():
-        return name
-
-    def are_letters(numbers):
-        return np.isin(numbers, [9, 10, 13, *range(32, 127)]).mean() > 0.9
-
-    for kind, name in NUMBERS.items():
-        numbers = start[:start.size // 8 * 8].view(kind)
-        if numbers.nbytes >= (8 if name == TOKENS else 64) and (numbers < 1 << 18).all():
-            return "UTF-32 text" if "4" in kind and are_letters(numbers) else name
-    control = np.isin(start, [*range(9), 11, 12, *range(14, 32)])           # rare in a text, usual for a high byte
-    if start.size >= 64 and control[1::2].mean() > control[::2].mean() + 0.3:
-        return "UTF-16 text" if are_letters(start.view("<u2")) else SHORT
-    return None
+def _are_tokens(data):
+    """Whether data (uint8) can be uint32 tokens, which are below 2^18; if every second is 0, they are int64. The first
+    BLOCK shows it."""
+    tokens = data[:BLOCK // 4 * 4].view("<u4")
+    return (tokens < 1 << 18).all() and (tokens.size < 16 or tokens[1::2].any() or not tokens.any())
 
 
 def _need_bytes(data, path, advice):
     """Raises DataError for data (uint8) that are something else than a text or other bytes to learn."""
-    if kind := _format(data):
-        raise DataError(f"{path} holds {kind}, not bytes: {ADVICE.get(kind, advice)}")
+    head, start = data[:512].tobytes(), data[:min(BLOCK, data.size) // 4 * 4]
+    kind = next((name for first, name in {**PACKED, **FOREIGN}.items() if head.startswith(first)), None)
+    if head[257:262] == b"ustar":
+        kind = "a tar archive"
+    elif not kind and start.any():
+        control = np.isin(start, [*range(9), 11, 12, *range(14, 32)])   # rare in a text, usual for a high byte
+        if (start.view("<u4") < 1 << 18).all() or (start.view(">u4") < 1 << 18).all() or (
+                start.size >= 64 and control[1::2].mean() > control[::2].mean() + 0.3):
+            kind = "tokens, or UTF-16 text"
+    if kind:
+        raise DataError(f"{path} holds {kind}, not bytes: {advice}")
 
 
 def _largest(tokens):
@@ -226,11 +193,8 @@ class Decoding:
 
         def need(ok, message):
             if not ok:
-                if name := next((name for begin, name in VOCABULARIES.items() if re.match(begin, data)), None):
-                    raise DataError(f"{path} is {name}, which egg does not read: make a decoding.bin and tokens of the "
-                                    "text itself with `python egg.py prepare TEXT`")
-                raise DataError(f"{path} is damaged ({message}): make it again with `python egg.py prepare TEXT "
-                                "--vocab-size N`")
+                raise DataError(f"{path} is damaged or no decoding.bin ({message}): make it again with `python egg.py "
+                                "prepare TEXT --vocab-size N`")
 
         count = int.from_bytes(data[:4], "little")
         pieces, at = [], 4

@@ -1,11 +1,11 @@
-"""`egg.py ray` and `egg.py sweep` on a real Ray cluster of three nodes on this machine: `pytest -m ray`."""
+"""`egg.py ray` and examples/sweep.py on a real Ray cluster of three nodes on this machine: `pytest -m ray`."""
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +14,12 @@ import time
 
 from pytest import fixture, mark, MonkeyPatch, raises
 
+import egg_config
 from cluster import history
 from egg_config import EggError, UsageError
 from tools import train
 from commands import defines
-from fakes import changed
+from fakes import changed, differing
 from recordings import HERE
 from run_logs import of_kind
 
@@ -65,9 +66,10 @@ def three_nodes():
             cluster.shutdown()
 
 
-def egg(at, *arguments):
-    return subprocess.Popen([sys.executable, HERE / "egg.py", *map(str, arguments)], cwd=at, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pipesize=1 << 20)    # read at its end
+def egg(at, *arguments, program=HERE / "egg.py", **environ):
+    return subprocess.Popen([sys.executable, program, *map(str, arguments)], cwd=at, text=True,
+                            env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            pipesize=1 << 20)    # read at its end
 
 
 def printed(process):
@@ -165,7 +167,7 @@ def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
     (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(t) for t in completions]\n")
     driver = drive(place, three_nodes, "judged", "--objective", "own.py", "--steps", 3, "--workers", 1, *DEFINES)
     text = printed(driver)
-    assert driver.returncode == 0 and "reward at step 0: " in text and "--objective own.py" in text, text
+    assert driver.returncode == 0 and "reward at step 0: " in text and "continue it: " in text, text
     driver = drive(place, three_nodes, "judged", "--steps", 4)
     assert "continue it with --objective FILE" in printed(driver) and driver.returncode == 2
 
@@ -215,41 +217,38 @@ def test_errors_of_actors_are_a_line(error, line):
     assert ray.problem(wrapped) == ray.problem(error) == line
 
 
-@mark.parametrize("text, words", {
-    "x =": "Invalid value", "stepz = 1\n[constants]": "wrong.toml:1: stepz: ",
-    "steps = 0\n[constants]": "either steps or minutes",
-    "[constants]": "either steps or minutes", "steps = 3": "constants",
-    "steps = 3\ngrace = 9\n[constants]": "grace",
-    "steps = 3\n[constants]\nN_LAYERS = {low = 3}": "high",
-    "steps = 3\n[constants]\nN_LAYERS = {low = 3, high = 1}": "from 3 to 1",
-    "steps = 3\n[constants]\nN_LAYERS = [1, 99]": "N_LAYERS = 99",
-    "steps = 3\n[constants]\nLAYERS = 1": "wrong.toml:3: LAYERS: ",
-    "steps = 3\nconstants = 4": "not iterable",
-    "steps = 3\n[constants]\nVAL_FILE = 'none.bin'": "none.bin"}.items())
-def test_a_wrong_table_ends_with_a_line(place, monkeypatch, capsys, text, words):
-    import egg as program
-    monkeypatch.chdir(place)
-    pathlib.Path("wrong.toml").write_text(text)
-    assert program.main(["sweep", "wrong.toml", *DEFINES]) == (1 if "none.bin" in text else 2)
-    error = capsys.readouterr().err
-    assert error.startswith("egg: ") and error.count("\n") == 1 and words in error
+def sweep(place, address, **more):
+    """The started examples/sweep.py with other settings, as a user edits it. more: {name: Python}."""
+    source = (HERE / "examples" / "sweep.py").read_text()
+    first, last = source.index("PRESET = "), source.index("HERE = ")
+    constants = {name: repr(egg_config.text(value)) for name, value in {**differing(CFG), "DEVICE": "cpu"}.items()}
+    rows = ", ".join(f'"{name}": {value}' for name, value in {**constants, "VALIDATE_EVERY": "5", **more}.items())
+    (place / "sweep.py").write_text(f"""{source[:first]}PRESET, STEPS, GRACE, SAMPLES = "deggs", 30, 4, 1
+CPUS, GPUS, SETTINGS = 1, 0, {{{rows}}}
+{source[last:]}""")
+    return egg(place, "sweep", program="sweep.py", RAY_ADDRESS=address, PYTHONPATH=str(HERE))
+
+
+@mark.parametrize("name, value, words", [("N_LAYERS", "tune.grid_search([1, 99])", "N_LAYERS = 99"),
+                                         ("LAYERS", "1", "LAYERS"), ("VAL_FILE", "'none.bin'", "none.bin")])
+def test_wrong_settings_of_a_sweep_end_with_a_line(place, name, value, words):
+    process = sweep(place, "local", **{name: value})
+    text = printed(process)
+    assert process.returncode in (1, 2) and text.startswith("egg: ") and text.count("\n") == 1 and words in text, text
 
 
 def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
-    (place / "table.toml").write_text("steps = 30\n[constants]\nVALIDATE_EVERY = 5\nSIGMA_SHIFT = [1, 3]\n"
-                                      "ADAM_WEIGHT_DECAY = {low = 1e-4, high = 0.1, log = true}\n"
-                                      "ISLAND_SEED = [1, 2]\n")
-    command = "sweep", "table.toml", "--address", three_nodes.address, "--save-dir", "sweep", *DEFINES
-    sweep = egg(place, *command)
+    settings = {"SIGMA_SHIFT": "tune.grid_search([1, 3])", "ADAM_WEIGHT_DECAY": "tune.loguniform(1e-4, 0.1)",
+                "ISLAND_SEED": "tune.grid_search([1, 2])"}
     runs = place / "sweep"
-    wait_for(sweep, lambda: any(step_of(run) >= 10 for run in runs.glob("*/[0-9]_*")))
-    assert "the same command continues" in interrupted(sweep)
-    sweep = egg(place, *command)
-    text = printed(sweep)
-    assert sweep.returncode == 0 and "Traceback" not in text and "plot them: " in text, text
-    with open(runs / "ranking.csv") as file:
-        ranked = list(csv.DictReader(file))
-    figures = [float(row["validation"]) for row in ranked]
-    assert len(ranked) == 4 and figures == sorted(figures)
-    assert max(step_of(run) for run in runs.glob("*/[0-9]_*")) == 29         # of 30
-    assert len({row["ADAM_WEIGHT_DECAY"] for row in ranked}) > 1
+    process = sweep(place, three_nodes.address, **settings)
+    wait_for(process, lambda: any(step_of(run) >= 10 for run in runs.glob("trial_*")))
+    assert "the same command continues" in interrupted(process)
+    process = sweep(place, three_nodes.address, **settings)
+    said = printed(process)
+    assert process.returncode == 0 and "Traceback" not in said, said
+    ranked = re.findall(r"^\S*/(trial_\w+) +(\d+) +([\d.]+) bits/byte(.*)$", said, re.M)
+    figures = [float(row[2]) for row in ranked]
+    assert len(ranked) == 4 and figures == sorted(figures), said
+    assert max(step_of(run) for run in runs.glob("trial_*")) == 29           # of 30
+    assert len({re.search(r"ADAM_WEIGHT_DECAY=\S+", row[3])[0] for row in ranked}) > 1
