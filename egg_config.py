@@ -689,8 +689,9 @@ def _derive(cfg):
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
-    width = 0.2 if cfg.N_CHUNKS == 1 else 1 if cfg.N_CHUNKS <= 127 else 2
-    cfg.STEP_BYTES = -(-cfg.N_PAIRS // 5) if cfg.PERTURB == "weights" else 1 + int(cfg.CHUNK_DIGITS * width)
+    cfg.SUMMED = cfg.PERTURB == "units" and cfg.N_CHUNKS > 2    # two chunks: sums would save little, and take time
+    fifths = (5 if cfg.N_CHUNKS <= 127 else 10) if cfg.SUMMED else cfg.N_CHUNKS
+    cfg.STEP_BYTES = -(-cfg.N_PAIRS // 5) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_DIGITS // 5 * fifths
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

@@ -173,7 +173,7 @@ class Step:
         before = self.done.pop(chunk, None)
         if outcome:
             self.done[chunk] = outcome
-        if self._sums is None:
+        if self._sums is None and self.cfg.SUMMED:
             self._sums = steps.sums_of(self.cfg)
         for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
             if one and self._sums is not None:

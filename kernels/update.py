@@ -339,27 +339,31 @@ def optimize_kernel(cfg):
 def unpack_kernel(cfg):
     """The kernel that unpacks a step (steps.join_digits): its digits as int8 [pairs] or, with unit trials, int32
     [weights], their sums over the chunks, which are the votes."""
-    units = cfg.PERTURB == "units"
-    kind, several = A32 if units else A8, units and cfg.N_CHUNKS > 1
+    units, summed = cfg.PERTURB == "units", cfg.SUMMED
+    kind, chunks = A32 if units else A8, cfg.N_CHUNKS if units else 1
     wide = 2 if cfg.N_CHUNKS > 127 else 1
 
     def unpack(packed: B1, digits: kind):
-        """The last byte of digits may have more. One thread per byte, or for five sums."""
-        i = cuda.grid(1)
-        if i < (digits.size + 4) // 5:
-            byte = packed[i]
+        """The last byte of digits may have more. One thread for five."""
+        i, each = cuda.grid(1), (digits.size + 4) // 5
+        if i < each:
+            sums = int32s(5)
             for k in range(5):
-                if several:
-                    at = (k * ((digits.size + 4) // 5) + i) * wide
-                    digit = int32(int8(packed[at + wide - 1]))
+                sums[k] = 0
+                if summed:
+                    at = (k * each + i) * wide
+                    sums[k] = int32(int8(packed[at + wide - 1]))
                     if wide == 2:
-                        digit = int32(digit << 8 | packed[at])
-                else:
+                        sums[k] = int32(sums[k] << 8 | packed[at])
+            for chunk in range(0 if summed else chunks):
+                byte = packed[chunk * each + i]
+                for k in range(5):
                     digit = byte % int32(3)
-                    digit = int32(-1) if digit == 2 else digit
+                    sums[k] += int32(-1) if digit == 2 else digit
                     byte //= int32(3)
+            for k in range(5):
                 if 5 * i + k < digits.size:
-                    digits[5 * i + k] = digit
+                    digits[5 * i + k] = sums[k]
 
     return unpack
 

@@ -380,10 +380,7 @@ def step_votes(cfg, fitness):
     """int32 [CHUNK_DIGITS]: the sums of the digits of a step of unit trials, from its bytes. Raises ValueError, see
     steps.check_step."""
     steps.check_step(cfg, fitness)
-    sums = steps.sums_of(cfg, fitness)
-    if sums is None:
-        return unpacked_digits(fitness[:-1], cfg.CHUNK_DIGITS).astype(np.int32)
-    return sums.T.astype(np.int32, order="C").ravel()
+    return steps.sums_of(cfg, fitness).T.astype(np.int32, order="C").ravel()
 
 
 def unpacked_digits(packed, count):

@@ -62,18 +62,21 @@ def unpack_digits(packed, count):
     return digits[:count]
 
 
-def sums_of(cfg, data=None):
+def sums_of(cfg, data=b""):
     """int8 or int16 [5, CHUNK_DIGITS / 5]: the sums of digits over chunks, digit 5 i + k at [k, i], from the bytes of a
-    step; zeros without any. None where a step is stored as digits: with noise on weights, or of one chunk."""
-    if cfg.PERTURB == "weights" or cfg.N_CHUNKS == 1:
-        return None
+    step of unit trials; zeros without any."""
     import numpy as np
-    kind, shape = np.dtype("i1" if cfg.N_CHUNKS <= 127 else "<i2"), (5, cfg.CHUNK_DIGITS // 5)
-    return np.zeros(shape, kind) if data is None else np.frombuffer(data[:-1], kind).reshape(shape)
+    kind, size = np.dtype("i1" if cfg.N_CHUNKS <= 127 else "<i2"), cfg.CHUNK_DIGITS // 5
+    if data and cfg.SUMMED:
+        return np.frombuffer(data[:-1], kind).reshape(5, size)
+    sums = np.zeros((5, size), kind)
+    for at in range(0, len(data) - 1, size):
+        add_digits(sums, data[at:at + size])
+    return sums
 
 
 def add_digits(sums, packed, sign=1):
-    """Adds the packed digits of a chunk to `sums_of` several, in place."""
+    """Adds the packed digits of a chunk to sums as `sums_of`, in place."""
     import numpy as np
     for its, table in zip(sums, _DIGITS):
         its += sign * np.frombuffer(packed.translate(table), np.int8)
@@ -83,25 +86,27 @@ def check_step(cfg, data):
     """Raises ValueError for bytes that are no step of this configuration."""
     if len(data) != cfg.STEP_BYTES:
         raise ValueError(f"{len(data)} bytes where a step has {cfg.STEP_BYTES}")
-    if (sums := sums_of(cfg, data)) is not None:
+    if cfg.SUMMED:
+        sums = sums_of(cfg, data)
         if not -cfg.N_CHUNKS <= sums.min() <= sums.max() <= cfg.N_CHUNKS:
             raise ValueError(f"sums of more than {cfg.N_CHUNKS} digits")
     elif cfg.PERTURB == "weights":
         check_digits(data, cfg.N_PAIRS)
     else:
-        check_digits(data[:-1], cfg.CHUNK_DIGITS)
+        check_digits(data[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS)
 
 
 def join_digits(cfg, chunks, cooling=0, sums=None):
-    """bytes: a step, from the packed digits of its chunks: these, or with unit trials their sums, which need not be
-    made where they are given. With unit trials a byte follows, 0 to COOLINGS - 1: by how much the rate of this step is
-    lower than LR_SCHEDULE says."""
+    """bytes: a step, from the packed digits of its chunks: these, or, with unit trials and more than two chunks, their
+    sums, which need not be made where they are given. With unit trials a byte follows, 0 to COOLINGS - 1: by how much
+    the rate of this step is lower than LR_SCHEDULE says."""
     count = cfg.CHUNK_DIGITS
     if cfg.PERTURB == "units":
-        if sums is None and (sums := sums_of(cfg)) is not None:
+        if cfg.SUMMED and sums is None:
+            sums = sums_of(cfg)
             for packed in chunks:
                 add_digits(sums, packed)
-        return b"".join((chunks[0] if sums is None else sums, bytes([cooling])))
+        return b"".join((*(chunks if sums is None else [sums]), bytes([cooling])))
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
     return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))

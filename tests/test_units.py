@@ -81,16 +81,16 @@ def test_every_instruction_set_steps_as_the_plain_reading():
 def test_what_a_chunk_sends():
     for cfg in CFG, CFG.changed(N_LAYERS=3, HIDDEN_DIM=96, VOCAB_SIZE=300):
         assert 0 <= cfg.CHUNK_DIGITS - parameters.n_weights(cfg) < 5 and cfg.CHUNK_DIGITS % 5 == 0
-    for chunks, size in (1, 0.2), (2, 1), (127, 1), (128, 2):
+    for chunks, fifths in (1, 1), (2, 2), (3, 5), (127, 5), (128, 10):
         cfg = cfg.changed(POPULATION_SIZE=chunks * cfg.CHUNK_SIZE)
-        assert cfg.STEP_BYTES == 1 + size * cfg.CHUNK_DIGITS
+        assert cfg.STEP_BYTES == 1 + cfg.CHUNK_DIGITS // 5 * fifths
         digits = np.tile(np.resize(np.array([1, -1, 0], np.int8), cfg.CHUNK_DIGITS), (chunks, 1))
         step = steps.join_digits(cfg, list(map(steps.pack_digits, digits)), 7)
         equal(rules.step_votes(cfg, step), digits.sum(0, dtype=np.int32))
         assert step[-1] == 7 and abs(digits.sum(0)).max() == chunks
         for wrong in step[:-1], step + b"0", b"\x80" * (len(step) - 1) + b"0":
             with raises(ValueError):
-                steps.check_step(cfg, wrong if chunks > 1 else wrong.replace(b"\x80", b"\xff"))
+                steps.check_step(cfg, wrong if chunks > 2 else wrong.replace(b"\x80", b"\xff"))
 
 
 def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):

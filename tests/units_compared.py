@@ -93,8 +93,9 @@ class PlainEngine:
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
         steps.check_step(cfg, fitness)
-        if cfg.N_CHUNKS == 1:
-            votes = rules.unpacked_digits(fitness[:-1], cfg.CHUNK_DIGITS).astype(np.int32)
+        if cfg.N_CHUNKS <= 2:
+            digits = rules.unpacked_digits(fitness[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS)
+            votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
         else:                                        # five planes
             kind = np.int8 if cfg.N_CHUNKS < 128 else np.int16
             votes = np.frombuffer(fitness[:-1], kind).reshape(5, -1).T.ravel().astype(np.int32)
