@@ -62,8 +62,8 @@ page() {
 }
 
 plot() {
-    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 --save-dir soft-targets >plot.log 2>&1
-    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 -D SOFT_TARGETS= --save-dir one-target >plot.log 2>&1
+    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 -D SOFT_TARGETS=0:3 --save-dir soft-targets >plot.log 2>&1
+    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 --save-dir one-target >plot.log 2>&1
     "${egg[@]}" plot soft-targets one-target --log --out "$root/docs/plot.png"
 }
 
@@ -73,9 +73,9 @@ validations() {
     grep -h '"event": "validation"' "$1/events.jsonl" >>"$2.jsonl"
 }
 
-# equal work: 601 steps of 1,024 members in all
+# equal work: 601 steps of 64 windows in all
 worth() {
-    local setup options="-D CHUNK_SIZE=128 -D POPULATION_SIZE=128 -D VALIDATE_EVERY=50 -D SNAPSHOT_EVERY=50"
+    local setup options="-D CHUNK_SIZE=8 -D POPULATION_SIZE=8 -D VALIDATE_EVERY=50 -D SNAPSHOT_EVERY=50"
     "${egg[@]}" train --steps 601 -D VALIDATE_EVERY=50 --save-dir one-population >worth.log 2>&1
     for setup in no-gossip clone recombine; do
         mkdir "$setup"
@@ -126,7 +126,7 @@ examples() (
     for file in sort json_array guess; do
         "${egg[0]}" "$root/examples/$file.py"
     done
-    example 700 sort "sorted digits" "$root/examples/sort.py" 200 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
+    example 700 sort "sorted digits" "$root/examples/sort.py" 200 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16
     example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 20 -D SOFT_TARGETS=
     example 800 games "guesses" "$root/examples/guess.py" 200 20 -D SOFT_TARGETS=0:7
     "${egg[@]}" plot "sorted digits.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
