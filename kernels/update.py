@@ -186,7 +186,8 @@ def operands_kernel(cfg):
 def products_kernel(wgmma):
     """The kernel of the matrices' votes; wgmma: see kernels.tiles."""
     tile_of = tile_functions(wgmma)
-    TALL, WIDE, SUMS, APART = tile_of.TALL, tile_of.WIDE, tile_of.SUMS, tile_of.APART
+    TALL, WIDE = tile_of.TALL, tile_of.WIDE
+    SUMS, APART = tile_of.SUMS, tile_of.APART
     accumulate, corner = tile_of.accumulate, tile_of.corner
 
     def products(tiles: A2, operand: A32, rows: int32, start: int32, votes: A32):
