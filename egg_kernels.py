@@ -9,7 +9,8 @@ weights      the pass over pairs of members, by these kernels
 units        unit trials, by kernels of their own (kernels.units), whose arrays are row-major: a forward pass over the
              windows of a chunk, the head's errors, the transposed pass, and the votes
 
-Validation is the forward pass of kernels.units for both.
+Validation is the pass with the noise masked out by the job, and another head, `clean`; with unit trials no noise is
+hashed at all.
 
 card         cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
              from the shared memory of a block (kernels.product)
@@ -24,7 +25,7 @@ What the CUDA engine uses:
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
                         first launch; "load": pack, "step": evaluate, or those of .trials; "validate", "write"
         .tables()       uploads the constant tables; call once on the device, before the launches below
-        .scratch_bytes(pairs), .reading.scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
+        .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
                         after every change of the weights. weights: int8, the flat canonical array of
                         model.parameters.State
@@ -34,7 +35,7 @@ What the CUDA engine uses:
                         pairs; job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1;
                         offset, pairs: Python ints
         .trials         None, or with unit trials (SPEC 21) the kernels.trials.Trials of a step, in place of `evaluate`
-        .reading.validate(stream, weights, windows, count, T, scratch, nats)
+        .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
         .writing_bytes(count, room)         size of the int8 device array `memory` below
@@ -54,12 +55,11 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import gru, transformer, units, writing
+from kernels import gru, transformer, writing
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
-from kernels.host import Packing, ranges
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
-from kernels.reading import Reading
 from kernels.trials import Trials
 from model import integer_tables
 
@@ -84,17 +84,16 @@ class Forward:
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
-        reading, others = units.build(cfg, gpu.wgmma)
-        self.reading = Reading(cfg, reading)
-        self.trials = Trials(cfg, reading | others) if others else None
-        self.kernels = {"load": [packing.kernel], "step": list(self.trials.kernels.values()) if others else kernels.all,
-                        "validate": list(reading.values()), "write": [self._write]}
+        self.trials = Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
+        step = list(self.trials.kernels.values()) if self.trials else kernels.noisy
+        self.kernels = {"load": [packing.kernel], "step": step, "validate": kernels.clean, "write": [self._write]}
 
     def tables(self):
         """Uploads the constant tables."""
         cfg = self.cfg
-        self.reading.upload()
-        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32),
+        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
+        clean[-1] = 0
+        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=integer_tables.exp_table(cfg),
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
@@ -102,6 +101,10 @@ class Forward:
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
+
+    def _exps(self, clean):
+        """The table of exponentials of a head: that of validation, or that of members."""
+        return self._tables.clean_exps if clean else self._tables.exps
 
     def _layout(self, count, room):
         cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
@@ -127,7 +130,19 @@ class Transformer(Forward):
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]
 
+    def clean_scratch_bytes(self, windows, length):
+        return self.scratch_bytes(windows)
+
+    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
+        self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
+                     self._kernels.clean_head)
+
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
+        self._launch(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, self._kernels.head)
+
+    def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head):
+        """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
+        model."""
         plan, kernels, tables = self._plan, self._kernels, self._tables
         length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
         a = arrays_in(scratch, kernels.layout(pairs)[0])
@@ -154,7 +169,7 @@ class Transformer(Forward):
             full_width("down", rows.down, down, layer, a.u, a.h)
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
-                      overlay, windows, width, job, offset, a.h, losses)
+                      overlay, windows, width, job, offset, a.h, losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -166,9 +181,10 @@ class Transformer(Forward):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        kernels.head(blocks(rows, 64 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
-                     kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset, tables.exps, a.n,
-                     a.sb, losses, self.cfg.SEQ_LEN)
+        clean = head is kernels.clean_head
+        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean], kernels.at_columns,
+             table, packed, overlay, windows, width, pairs, job, offset, self._exps(clean), a.n, a.sb, losses,
+             self.cfg.SEQ_LEN)
 
 
 class Recurrent(Forward):
@@ -184,8 +200,11 @@ class Recurrent(Forward):
     def scratch_bytes(self, pairs):
         if not pairs:
             return 0
-        return self._state_bytes(pairs) + max(self._kernels.layout(pairs, n)[1]
+        return self._state_bytes(pairs) + max(self.clean_scratch_bytes(pairs, n)
                                               for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
+
+    def clean_scratch_bytes(self, windows, length):
+        return self._kernels.layout(windows, length)[1] if windows else 0
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         before, states = self.cfg.STATE_TOKENS, None
@@ -194,13 +213,18 @@ class Recurrent(Forward):
         if before:
             states = scratch[:pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
             self._launch(*model, pairs, before, work, self._tables.no_job, states=states, keep=1)
-        self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, losses, states, before, int(before > 0))
+        self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, self._kernels.head, losses, states, before,
+                     int(before > 0))
 
-    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, losses=None,
-                states=None, skip=0, begin=0, keep=0):
+    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
+        self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
+                     self._tables.no_job, 0, self._kernels.clean_head, nats)
+
+    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
+                losses=None, states=None, skip=0, begin=0, keep=0):
         """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
         `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
-        at the end go there. losses: None, or int64 [units, 2], which the head makes."""
+        at the end go there. head: None, or what makes losses: int64 [units, 2]; of validation float64 [units, n]."""
         plan, kernels, table = self._plan, self._kernels, self._tables.plan
         H = self.cfg.HIDDEN_DIM
         packed, stride = packed.view(np.int32), rows_of_places(units * n)
@@ -227,14 +251,16 @@ class Recurrent(Forward):
             norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
             product("inner", row + INNER, "w_up", i, a.normed, a.u)
             product("down", row + DOWN, "w_down", i, a.u, a.x)
-        if losses is None:
+        if head is None:
             return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
+        clean = head is kernels.clean_head
         norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
-        driver.device_memset(losses, 0, losses.nbytes, stream)           # the head adds to them
-        kernels.head(blocks(units * n, 32 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
-                     kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._tables.exps,
-                     a.gates, a.candidates, losses, n)
+        if not clean:                                        # the head adds to them
+            driver.device_memset(losses, 0, losses.nbytes, stream)
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
+             kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
+             a.candidates, losses, n)
 
 
 def gpu_of(cfg, cc, shared_limit):

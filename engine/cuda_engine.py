@@ -47,7 +47,6 @@ ROOM = 16                   # of a text in device memory: a multiple of it
 LENGTHS = sorted(multiple << power for multiple in (2, 3) for power in range(3, 10) if multiple << power <= 1024)
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
-ROWS = 1 << 22              # positions that are validated at once, at most: a grid has 2^16 rows of tiles
 COMPILERS = 8               # processes that compile kernels at once, at most
 
 
@@ -681,14 +680,14 @@ class CudaEngine:
         self._ready("validate")
         self._undo_update()
         windows = np.ascontiguousarray(windows, np.int32)
-        reading, T = self._forward.reading, windows.shape[1] - 1
-        most, scratch = self._slices(lambda n: reading.scratch_bytes(n, T), min(len(windows), max(1, ROWS // T)),
+        forward, T = self._forward, windows.shape[1] - 1
+        most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
                                      "validate a single window")
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
             nats, tokens = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
-            reading.validate(self.stream, self._weights, tokens, len(part), T, scratch, nats)
+            forward.validate(self.stream, self._weights, self._packed, tokens, len(part), T, scratch, nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T

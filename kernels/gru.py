@@ -174,7 +174,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, shape.least)
-    begin_tile = begin_tile_function(gpu, begin, BASE, columns=N)
+    begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
     prepare = _prepare_function(cfg, nz, gpu, shape, as_column, fill_input)
@@ -615,15 +615,15 @@ class Plan(host.Plan):
 
 
 class Kernels:
-    """The kernels of the recurrent model, for every width: `all` of them; `matrices`, the words at which packed
-    matrices begin."""
+    """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
+    noise; `matrices`, the words at which packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         tensors = parameters.tensors(cfg)
         named = {t.name: t for t in tensors}
         self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "units"), _shapes(cfg, gpu)
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
         pieces = self.shapes["down"].KP
         self.products = {kind: _product_kernel(cfg, nz, gpu, cut, pieces) for kind, cut in self.shapes.items()}
@@ -639,10 +639,12 @@ class Kernels:
             columns = cut.columns // 2 if cut is shape else cut.columns
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, cut.KP)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
-        self.head = head_kernel(cfg, nz, gpu)
-        self.all = [*self.norms, *self.products.values(), self.recur, self.norm_f, self.head]
+        self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
+        layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
+        self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
         head = named["head"]
-        self.at_tiles = packing.add(head, PLAIN, self.head.shape.columns, self.head.shape.KP)
+        self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns, kernel.shape.KP)
+                         for kernel in (self.head, self.clean_head)]
         self.at_columns = packing.add(head, ROWS, head.cols, head.rows)
 
     def layout(self, units, n):

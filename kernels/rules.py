@@ -44,8 +44,9 @@ def loudest(cfg):
     return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
 
 
-def build_noise(cfg):
-    """Device functions of the noise streams, constants frozen.
+def build_noise(cfg, silent=False):
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, for
+    passes without noise on weights.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
@@ -65,6 +66,8 @@ def build_noise(cfg):
 
     @device
     def noise(seed, i):
+        if silent:
+            return int32(0)
         return draw(hash32(seed, i), MASK)
 
     @device
@@ -75,7 +78,8 @@ def build_noise(cfg):
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient, whole=whole)
+    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient,
+                       whole=whole, silent=silent)
     return scale
 
 
@@ -105,7 +109,7 @@ def stream_of(source, at, pair):
 
 
 def pair_functions(cfg, nz):
-    """(column, vector), device functions of a Source, with the noise masked by job[2] as int32: -1, or 0.
+    """(column, vector), device functions of a Source, with the noise masked by job[2] as int32: -1, or 0 in validation.
 
     column(source, pair, i, at)     noise of column i of the matrix at plan[at]
     vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it

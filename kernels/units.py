@@ -1,5 +1,5 @@
-"""The forward pass without noise over rows, for both models, which validates; and unit trials (SPEC 21): the head's
-errors, the transposed pass, and votes.
+"""Unit trials (SPEC 21) on a GPU, for both models: a forward pass over the windows of a chunk, the head's errors, the
+transposed pass, and votes.
 
 Arrays of activations and credits are row-major: row w * SEQ_LEN + t is position t of window w. Rows are padded with
 zeros to `wide` bytes, and their number to a multiple of TILE, so that products have whole tiles. A matrix is packed
@@ -9,16 +9,14 @@ Votes are products over positions, by the kernel of the update with its operand 
 operand row for every input of a matrix and for every credit.
 """
 
-import math
-
 import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
-from kernels.parts import (A8, A16, A32, A64, AF64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
+from kernels.host import Kernel
+from kernels.parts import (A8, A16, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
-from kernels.rules import NORMS, TARGET, build_noise, device, ntt_functions
+from kernels.rules import NORMS, TARGET, device
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import place, products_kernel, vote_index
@@ -124,24 +122,15 @@ def divided_function(divisor):
 
 
 def build(cfg, wgmma):
-    """({name: Kernel} of the forward pass and of the nats of validation, and of what else unit trials need: nothing
-    with noise on weights)."""
-    gru, trials = cfg.MODEL == "gru", cfg.PERTURB == "units"
-    recur, through_states = _recurrent_kernels(cfg) if gru else (None, None)
-    reading, others = [_pack_kernel(), *_norm_kernels(cfg), _nats_kernel(cfg)], []
-    reading += () if gru else _attention_kernels(cfg)
-    if trials:
-        others += [*_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg), _loudest_kernel()]
-        others += [through_states] if gru else [*_score_kernels(cfg), _through_attention_kernel(cfg)]
-    reading, others = ({function.__name__: Kernel(cuda.jit(function)) for function in some}
-                       for some in (reading, others))
-    if gru:                                                  # a thread a unit, so up to 1,024 in a block
-        reading["recur"] = Kernel(cuda.jit(launch_bounds=cfg.HIDDEN_DIM)(recur))
-    for function in _product_kernels(cfg, wgmma):
-        reading[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
-    if trials:
-        others["products"] = Kernel(cuda.jit(launch_bounds=THREADS)(products_kernel(wgmma)), SHARED)
-    return reading, others
+    """{name: Kernel} of a configuration."""
+    made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
+    made += [_loudest_kernel()]
+    made += _recurrent_kernels(cfg) if cfg.MODEL == "gru" else [
+        *_attention_kernels(cfg), *_score_kernels(cfg), _through_attention_kernel(cfg)]
+    kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
+    for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
+        kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
+    return kernels
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -245,28 +234,18 @@ def _norm_kernels(cfg):
     """Embedding, norms and the residual stream; a warp a row."""
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     WORDS, S = H // 4, wide(H) // 4
-    NTT = cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, build_noise(cfg), cfg.NTT_CAUSAL)
+    WIDTH = cfg.WINDOW
     divided, divided_wide = (divided_function(parameters.divisor(cfg, n)) for n in (H, 4 * H))
     S4, UP, RELU = wide(4 * H) // 4, cfg.SHIFT_MLP_UP, cfg.MLP_RELU
 
-    def embed(table: A32, at, weights: A8, bias, windows: A32, width, skip, n, rows, h: A32):
-        """h int8 [rows]: the embedding of position `skip` + r % n of window r // n, of `width` numbers. table: packed,
-        a row a token."""
+    def embed(table: A32, at, weights: A8, bias, windows: A32, skip, n, rows, h: A32):
+        """h int8 [rows]: the embedding of position `skip` + r % n of window r // n. table: packed, a row a token."""
         r, lane = row_of_warp(), cuda.threadIdx.x & 31
         if r < rows:
-            first = r // n * width + skip
-            token, c, values = windows[first + r % n], int32(0), int32s(4)
-            if NTT:
-                c = coefficient(windows, first, r % n)
+            token = windows[r // n * WIDTH + skip + r % n]
             for j in range(lane, WORDS, 32):
                 word = table[at + packed_word(token, j, S)]
-                if NTT:                                      # with a noise of 0; all is added before the one clip
-                    for e in range(4):
-                        more = look_up(weights, weights, uint32(0), int32(0), c, 4 * j + e)[0]
-                        values[e] = clip(int32(byte(word, e) + weights[bias + 4 * j + e] + more))
-                    word = pack_bytes(values, 0)
-                elif not GRU:
+                if not GRU:
                     b = bias + 4 * j
                     word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
                                  clip(byte(word, 2) + weights[b + 2]), clip(byte(word, 3) + weights[b + 3]))
@@ -617,7 +596,7 @@ def _through_attention_kernel(cfg):
 
 def _recurrent_kernels(cfg):
     """The recurrence of a layer, forward and back: TOGETHER windows a block, a thread a unit."""
-    H = cfg.HIDDEN_DIM
+    H, WIDTH = cfg.HIDDEN_DIM, cfg.WINDOW
     S, WORDS, TOGETHER = wide(H), H // 4, 8
     divided = divided_function(parameters.divisor(cfg, H))
     open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
@@ -632,12 +611,12 @@ def _recurrent_kernels(cfg):
             for i in range(TOGETHER):
                 acc[i] = ptx.dp4a(w, vectors[i, j], acc[i])
 
-    def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, windows: A32, width, skip, n, count,
-              states: A8, before: A8, gates: A8, past: A8, candidates: A8, x: A8):
-        """The states of a layer through n positions of `count` windows of `width` numbers, from `skip` on. of_inputs
-        int8 [rows, 2 S]: W_f n and W_h n; u_f, u_h: where the matrices begin, in words; states int8 [count, H] go on.
-        What is kept, int8 [rows, S]: states before a position, gates - 127, gated states, candidates; x = clip(x +
-        state). A thread a unit."""
+    def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, windows: A32, skip, n, count, states: A8,
+              before: A8, gates: A8, past: A8, candidates: A8, x: A8):
+        """The states of a layer through n positions of `count` windows, from `skip` on. of_inputs int8 [rows, 2 S]: W_f
+        n and W_h n; u_f, u_h: where the matrices begin, in words; states int8 [count, H] go on. What is kept, int8
+        [rows, S]: states before a position, gates - 127, gated states, candidates; x = clip(x + state). A thread a
+        unit."""
         h_words, past_words = cuda.shared.array((TOGETHER, WORDS), int32), cuda.shared.array((TOGETHER, WORDS), int32)
         i, first = cuda.threadIdx.x, cuda.blockIdx.x * TOGETHER
         acc, h, f = int32s(TOGETHER), int32s(TOGETHER), int32s(TOGETHER)
@@ -646,7 +625,7 @@ def _recurrent_kernels(cfg):
         for t in range(n):
             for k in range(TOGETHER):
                 if first + k < count:
-                    if windows[(first + k) * width + skip + t] == 0:
+                    if windows[(first + k) * WIDTH + skip + t] == 0:
                         h[k] = 0
                     before[((first + k) * n + t) * S + i] = h[k]
                 word = word_of(h[k])
@@ -685,8 +664,7 @@ def _recurrent_kernels(cfg):
         x = int32(x | across(x, 1))
         return int32(x | across(x, 2))
 
-    def through_states(c: F1, windows: A32, width, skip, n, count, before: A8, gates: A8, candidates: A8, cuts: A8,
-                       out: F1):
+    def through_states(c: F1, windows: A32, skip, n, count, before: A8, gates: A8, candidates: A8, cuts: A8, out: F1):
         """out float32 [rows, 2 S]: credits of gates and candidates, from those of a layer's states, c float32 [rows,
         S], which the state carries along. cuts: the trial of what only cuts. A thread a unit of a window."""
         i = cuda.grid(1)
@@ -703,18 +681,22 @@ def _recurrent_kernels(cfg):
                 out[2 * at - unit + S] = mul(mul(worth, float32(int32((f + 127) * cuts[new & 255]))),
                                              float32(2.0 ** -11))
                 left = mul(float32(int32(129 - f)), float32(1 / 256))
-                worth = mul(worth, left) if windows[window * width + skip + t] != 0 else float32(0)
+                worth = mul(worth, left) if windows[window * WIDTH + skip + t] != 0 else float32(0)
 
     return recur, through_states
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-def _logit_functions(cfg):
-    """(logits_of, logit_of, top_logit), device functions of a block with a row of logits."""
+def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
+    T, TARGETS = cfg.SEQ_LEN, cfg.TARGETS
+    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
+    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
     SHORT, NONE = logit_type(cfg) is A16, -2 ** 31
     QUADS, RAGGED = blocks(V, 4), V % 4 != 0
+    loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
+    FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
 
     @device
     def logits_of(z, row, j):
@@ -728,84 +710,16 @@ def _logit_functions(cfg):
         return ptx.load4(z, row * VS + 4 * j)
 
     @device
+    def below(top, logit):
+        """Where the table has a logit."""
+        return uint32(min(uint32(int32(top - logit)), uint32(255)))
+
+    @device
     def logit_of(z, v):
         four = logits_of(z, cuda.blockIdx.x, v >> 2)
         low = four[0] if v & 1 == 0 else four[1]
         high = four[2] if v & 1 == 0 else four[3]
         return int32(low if v & 2 == 0 else high)
-
-    @device
-    def top_logit(z, tops):
-        """The largest logit of the row of a block."""
-        top = int32(NONE)
-        for j in range(cuda.threadIdx.x, QUADS, HEAD_BLOCK):
-            four = logits_of(z, cuda.blockIdx.x, j)
-            for e in range(4):
-                if not RAGGED or j * 4 + e < V:
-                    top = max(top, four[e])
-        top = ptx.warp_max(top)
-        if cuda.threadIdx.x & 31 == 0:
-            tops[cuda.threadIdx.x >> 5] = top
-        cuda.syncthreads()
-        for k in range(HEAD_WARPS):
-            top = max(top, tops[k])
-        return top
-
-    return logits_of, logit_of, top_logit
-
-
-@device
-def block_sum(total, sums):
-    """int64 sum over a block of the head. sums: shared, one a warp."""
-    total = warp_sum(total)
-    if cuda.threadIdx.x & 31 == 0:
-        sums[cuda.threadIdx.x >> 5] = total
-    cuda.syncthreads()
-    total = int64(0)
-    for k in range(HEAD_WARPS):
-        total += sums[k]
-    return total
-
-
-def _nats_kernel(cfg):
-    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
-    QUADS, RAGGED = blocks(V, 4), V % 4 != 0
-    logits_of, logit_of, top_logit = _logit_functions(cfg)
-
-    def nats(z: A32, first, windows: A32, n, exps: A64, out: AF64):
-        """out float64 [rows], from `first` on: the cross-entropy of the token that follows a position of windows [..,
-        n + 1], from the logits z [.., VS]. exps int64 [CLEAN_EXPS]: 2^44 exp(-distance), so that sums do not depend on
-        their order. A block a row."""
-        tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
-        row = first + cuda.blockIdx.x
-        top, total = top_logit(z, tops), int64(0)
-        for j in range(cuda.threadIdx.x, QUADS, HEAD_BLOCK):
-            four = logits_of(z, cuda.blockIdx.x, j)
-            for e in range(4):
-                if not RAGGED or j * 4 + e < V:
-                    total += exps[min(uint32(int32(top - four[e])), uint32(CLEAN_EXPS - 1))]
-        total = block_sum(total, sums)
-        if cuda.threadIdx.x == 0:
-            score = logit_of(z, windows[row // n * (n + 1) + row % n + 1])
-            out[row] = math.log(float64(total) / CLEAN_ONE) + float(int32(top - score)) / SCALE
-
-    return nats
-
-
-def _head_kernels(cfg):
-    V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"
-    T, TARGETS = cfg.SEQ_LEN, cfg.TARGETS
-    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
-    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
-    QUADS, RAGGED = blocks(V, 4), V % 4 != 0
-    loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
-    FULL_ERROR, STEP = 127 << 16, rules.DITHER_STEP
-    logits_of, logit_of, top_logit = _logit_functions(cfg)
-
-    @device
-    def below(top, logit):
-        """Where the table has a logit."""
-        return uint32(min(uint32(int32(top - logit)), uint32(255)))
 
     @device
     def within(logit, error):
@@ -819,9 +733,21 @@ def _head_kernels(cfg):
         int64 [rows]: theirs. weights int8 [rows]: 7 in full. job[0] + job[1]: the seed of window 0. A block a row."""
         tops, sums = cuda.shared.array(HEAD_WARPS, int32), cuda.shared.array(HEAD_WARPS, int64)
         table = cuda.shared.array(256, int32)
-        t, row, values = cuda.threadIdx.x, first + cuda.blockIdx.x, int32s(4)
+        t, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row, values = first + cuda.blockIdx.x, int32s(4)
         table[t] = exps[t]
-        top = top_logit(z, tops)
+        top = int32(NONE)
+        for j in range(t, QUADS, HEAD_BLOCK):
+            four = logits_of(z, cuda.blockIdx.x, j)
+            for e in range(4):
+                if not RAGGED or j * 4 + e < V:
+                    top = max(top, four[e])
+        top = ptx.warp_max(top)
+        if lane == 0:
+            tops[warp] = top
+        cuda.syncthreads()
+        for k in range(HEAD_WARPS):
+            top = max(top, tops[k])
         some, total = int32(0), int64(0)
         for j in range(t, QUADS, HEAD_BLOCK):
             four = logits_of(z, cuda.blockIdx.x, j)
@@ -830,7 +756,13 @@ def _head_kernels(cfg):
                 if not RAGGED or j * 4 + e < V:
                     some = int32(some + table[below(top, four[e])])
             total += some
-        total = block_sum(total, sums)
+        total = warp_sum(total)
+        if lane == 0:
+            sums[warp] = total
+        cuda.syncthreads()
+        total = int64(0)
+        for k in range(HEAD_WARPS):
+            total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
         table[t] = excess(int32(0), share(exps[t], unit), weight)                # of a distance from the largest logit
         cuda.syncthreads()

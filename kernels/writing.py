@@ -152,7 +152,7 @@ def embed_function(gpu, cfg):
     """Device function: region X of all rows, for the tokens at the position (SPEC 7, 13, 14)."""
     H, V, ROW = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, row_bytes(cfg.HIDDEN_DIM)
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, build_noise(cfg), True)
+    coefficient, look_up = ntt_functions(cfg, build_noise(cfg, True), True)
 
     @gpu.called
     def embed(block):
