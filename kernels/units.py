@@ -125,9 +125,12 @@ def build(cfg, wgmma):
     """{name: Kernel} of a configuration."""
     made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
     made += [_loudest_kernel()]
-    made += _recurrent_kernels(cfg) if cfg.MODEL == "gru" else [
-        *_attention_kernels(cfg), *_score_kernels(cfg), _through_attention_kernel(cfg)]
+    recur, through_states = _recurrent_kernels(cfg) if cfg.MODEL == "gru" else (None, None)
+    made += [through_states] if recur else [*_attention_kernels(cfg), *_score_kernels(cfg),
+                                            _through_attention_kernel(cfg)]
     kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
+    if recur:                                                # a thread a unit, so up to 1,024 in a block
+        kernels["recur"] = Kernel(cuda.jit(launch_bounds=cfg.HIDDEN_DIM)(recur))
     for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
         kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
     return kernels
