@@ -94,6 +94,7 @@ train -D MODEL=transformer | no meaning with MODEL = transformer | (with the pre
 worker | HOST
 worker here --gpu -1 | --gpu
 arch --preset desktop | --preset | laptop
+arch --preset lptop | ; did you mean laptop?
 arch -D HIDDEN_DIM=65 | HIDDEN_DIM = 65 | multiple
 generate --tokens 0 | '0' is not a whole number, 1 or more
 generate --temp -1 | argument --temp: '-1' is not a number from 0.0 to 100.0
