@@ -674,14 +674,23 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """Leaves nothing to the parser of all commands, which does not know the options of this one."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error("unrecognized arguments: " + " ".join(rest))
+        return known, rest
+
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
         message += egg_config.near(message.partition("invalid choice: '")[2].partition("'")[0],
                                    [*COMMANDS, *egg_config.PRESETS])
-        for name in message.rpartition("unrecognized arguments: ")[2].split():
+        for name in message.partition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
                 message += f"; {name} is here {here}"
+            elif name.startswith("--"):
+                message += egg_config.near(name, self._option_string_actions)
         raise egg_config.UsageError(f"{message} (see python {self.prog} --help)")
 
 

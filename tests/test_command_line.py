@@ -71,7 +71,7 @@ WRONG = """
 | COMMAND | --help
 tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | ; did you mean train? | egg.py --help
 plot -D N_LAYERS=2 | unrecognized arguments: -D
-train --minuts 3 | unrecognized arguments: --minuts 3
+train --minuts 3 | unrecognized arguments: --minuts 3; did you mean --minutes? (see python egg.py train --help)
 coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
 coordinator --tls-cert cert | needs both --tls-cert and --tls-key
 coordinator --island a | an island needs --save-dir
@@ -83,6 +83,7 @@ worker localhost --tls-cert cert | needs --tls-ca
 worker localhost --secret-file none | --secret-file none: No such file
 worker localhost --tls-ca none | egg: none: No such file or directory: give --tls-ca a certificate, PEM
 coordinator --tls-cert none --tls-key key | none, key: No such file | --tls-key the key of --tls-cert
+train --save-dir | --save-dir: expected one argument (see
 train --threads 0 | --threads | 1 to
 train --threads many | --threads | 'many'
 train --minutes nan | --minutes
