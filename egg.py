@@ -31,7 +31,7 @@ except Exception as error:                               # a slip in an edit of 
         trace = trace.tb_next
     number = getattr(error, "lineno", trace.tb_lineno)
     line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
-    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
+    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {(line.split() or ['?'])[0]}: "
     advice = ": text needs quotes, and == sets nothing" if isinstance(error, NameError) else ""
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
@@ -674,13 +674,23 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """Leaves nothing to the parser of all commands, which does not know the options of this one."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error("unrecognized arguments: " + " ".join(rest))
+        return known, rest
+
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage; in a notebook with an error to catch."""
-        message += egg_config.near(message.partition("invalid choice: '")[2].partition("'")[0], COMMANDS)
-        for name in message.rpartition("unrecognized arguments: ")[2].split():
+        message += egg_config.near(message.partition("invalid choice: '")[2].partition("'")[0],
+                                   [*COMMANDS, *egg_config.PRESETS])
+        for name in message.partition("unrecognized arguments: ")[2].split():
             name = name.partition("=")[0]
             if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
                 message += f"; {name} is here {here}"
+            elif name.startswith("--"):
+                message += egg_config.near(name, self._option_string_actions)
         raise egg_config.UsageError(f"{message} (see python {self.prog} --help)")
 
 

@@ -514,7 +514,7 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     source = f"--preset {preset}" if preset else "EGG_PRESET"
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
-        raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
+        raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}{near(preset, PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     for name in sources.keys() - CONSTANTS.keys():
         with open(__file__, encoding="utf-8") as file:

@@ -126,7 +126,7 @@ class Bans:
         try:
             return self._read()
         except OSError as error:
-            self._warn(f"{self.path}: {reason(error)}: nobody is let in until it can be read")
+            self._warn(f"{self.path}: {error.strerror}: nobody is let in until it can be read")
             return dict(self._unwritten)
 
     def _read(self):
@@ -141,7 +141,7 @@ class Bans:
         try:
             why = self._read().get(name)
         except OSError as error:
-            raise Refused(f"nobody is let in while {self.path} cannot be read: {reason(error)}", FULL) from None
+            raise Refused(f"nobody is let in while {self.path} cannot be read: {error.strerror}", FULL) from None
         lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
         return why and f"banned: {why}; to let {name} in again, {lift}"
 

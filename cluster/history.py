@@ -499,9 +499,10 @@ def configuration(directory):
     config = egg_config.renewed(config)
     config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
-        path = os.path.join(directory, str(config.pop(name, "")))
+        kept = str(config.pop(name, ""))
+        path = os.path.normpath(os.path.join(os.path.realpath(directory), kept))
         if os.path.isfile(path):
-            config[name] = path if os.path.isabs(path) else os.path.relpath(path)
+            config[name] = path if os.path.isabs(directory) or os.path.isabs(kept) else os.path.relpath(path)
     if _is_plain(path := os.path.join(directory, DECODING)):
         config["DECODING_FILE"] = path
     return config
@@ -650,7 +651,7 @@ def open_directory(cfg, directory, start=None, mend=None):
     settings = cfg.saved() | cfg.settings()          # the first for a header that is damaged
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
-            settings[name] = os.path.relpath(settings[name], directory)
+            settings[name] = os.path.relpath(settings[name], os.path.realpath(directory))
     with contextlib.suppress(OSError):               # a coordinator need not have it
         digest = egg_config.sha256_of(cfg.DECODING_FILE)
         settings["DECODING_SHA256"] = cfg.DECODING_SHA256 or digest

@@ -71,7 +71,7 @@ WRONG = """
 | COMMAND | --help
 tran | invalid choice: 'tran' (choose from 'train', 'coordinator',  | ; did you mean train? | egg.py --help
 plot -D N_LAYERS=2 | unrecognized arguments: -D
-train --minuts 3 | unrecognized arguments: --minuts 3
+train --minuts 3 | unrecognized arguments: --minuts 3; did you mean --minutes? (see python egg.py train --help)
 coordinator --host 0.0.0.0 | --host 0.0.0.0 without a secret
 coordinator --tls-cert cert | needs both --tls-cert and --tls-key
 coordinator --island a | an island needs --save-dir
@@ -83,6 +83,7 @@ worker localhost --tls-cert cert | needs --tls-ca
 worker localhost --secret-file none | --secret-file none: No such file
 worker localhost --tls-ca none | egg: none: No such file or directory: give --tls-ca a certificate, PEM
 coordinator --tls-cert none --tls-key key | none, key: No such file | --tls-key the key of --tls-cert
+train --save-dir | --save-dir: expected one argument (see
 train --threads 0 | --threads | 1 to
 train --threads many | --threads | 'many'
 train --minutes nan | --minutes
@@ -94,6 +95,7 @@ train -D MODEL=transformer | no meaning with MODEL = transformer | (with the pre
 worker | HOST
 worker here --gpu -1 | --gpu
 arch --preset desktop | --preset | laptop
+arch --preset lptop | ; did you mean laptop?
 arch -D HIDDEN_DIM=65 | HIDDEN_DIM = 65 | multiple
 generate --tokens 0 | '0' is not a whole number, 1 or more
 generate --temp -1 | argument --temp: '-1' is not a number from 0.0 to 100.0

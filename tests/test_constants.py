@@ -193,6 +193,7 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
      "MODEL: name 'transformer' is not defined: text needs quotes, and == sets nothing"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
+    ("\nN_LAYERS = 4 ", "\n N_LAYERS = 4 ", "N_LAYERS: unexpected indent"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS == 5 ",
      "N_LAYERS: name 'N_LAYERS' is not defined: text needs quotes, and == sets nothing"),
     ("\nPRESETS = {", "\nN_LAYERS == 5\nPRESETS = {", "N_LAYERS: == sets nothing: write ="),

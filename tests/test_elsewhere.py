@@ -113,6 +113,18 @@ def test_a_lost_log_of_events_is_made_up_for(place, compiled):
     fails(run("plot r"), 1, "r/events.jsonl: No such file")
 
 
+def test_a_run_behind_a_symbolic_link_finds_its_data(place, compiled):
+    """From anywhere; `runs` does not name what is the same for all."""
+    (place / "disk" / "large").mkdir(parents=True)
+    (place / "run").symlink_to("disk/large")
+    for directory in "run", "other":
+        succeeds(process(f"train --save-dir {directory} --steps 1", *DEFINES, cwd=place))
+    elsewhere = place / "disk"
+    assert "../input.bin: " in succeeds(process("train --save-dir large --steps 2", cwd=elsewhere))
+    assert f"{place}/input.bin: " in succeeds(process(f"train --save-dir {place}/run --steps 3", cwd=elsewhere))
+    assert "_FILE" not in succeeds(process(f"runs {place}/run {place}/other", cwd=elsewhere))
+
+
 def test_figures_of_another_text_are_not_compared(place, compiled):
     """Neither by the best snapshot nor by `runs`."""
     line = ["train --save-dir r", *DEFINES, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=2"]

@@ -383,13 +383,13 @@ def test_the_time_of_a_step_is_told_before_the_first(bytes_here, monkeypatch, co
     """And by `arch`; where it is long, and where there is no VNNI, what that means."""
     said = succeeds(run("train --steps 1", *bytes_here))
     line = line_with("a step of ", said)
-    assert re.fullmatch(r"a step of \d+ models takes about [\d.e-]+ s here", line) and "1 steps are too few" in said
+    assert re.fullmatch(r"a step of \d+ members takes about [\d.e-]+ s here", line) and "1 steps are too few" in said
     assert said.index(line) < said.index("worker: ") and "VNNI" not in said
     assert line_with("a step of ", succeeds(run("arch", *bytes_here)))
     slow, lines = mock.Mock(**{"evaluate.side_effect": lambda *_: time.sleep(0.3)}), []
     slow.name = "cpu madd x2"
     train.tell_pace(make(), slow, lines.append)
-    assert re.match(r"a step of 327,680 models takes about [\d,]+ min here: --preset laptop, a GPU or ", lines[0])
+    assert re.match(r"a step of 327,680 members takes about [\d,]+ min here: --preset laptop, a GPU or ", lines[0])
     assert lines[1].startswith("this processor has no VNNI")
     train.tell_pace(make(SIMD="madd"), slow, lines.append)
     assert len(lines) == 3

@@ -173,7 +173,8 @@ def runs(directories, printer):
         best = [f"{min(p.value for p in curve.validation):.4f} {curve.units['validation']}"] if curve.validation else []
         best += [f"reward {max(p.value for p in curve.reward):.4f}"] if curve.reward else []
         differ = [f"{key}={text[:40]}" + "..." * (len(text) > 40) for key, value in values.items()
-                  if any(other[key] != value for other in constants) for text in [egg_config.text(value)]]
+                  if any(other[key] != value for other in constants) and key != "DECODING_FILE"      # a copy in each
+                  for text in [egg_config.text(value)]]
         # an imported run has the steps of its beginning, and no log of them
         steps = max(curve.steps, *(start.step for start in history.epochs(name)), 0)
         rows.append((name, str(steps), ", ".join(best), " ".join(differ)))

@@ -74,8 +74,8 @@ def _state(cfg, run, best, warn, last):
     if best or run.start.step:
         removed = shelf.files and not steps
         why = "is not kept: --keep-every N keeps more" if removed else "cannot be read: restore it from a copy"
-        raise UseError(f"{run.directory}: the snapshot that step {last} needs {why} (there are those of the steps "
-                       f"{sorted(shelf.files)})")
+        kept = f"there are those of the steps {sorted(shelf.files)}" if shelf.files else "there is none"
+        raise UseError(f"{run.directory}: the snapshot that step {last} needs {why} ({kept})")
     return parameters.initial_state(cfg)
 
 
