@@ -128,7 +128,8 @@ class Progress:
             self._worse = 0 if at == step else self._worse + 1
             if not self._worse:
                 self._loss_then = self.loss
-            by_heart = self.loss is not None and self._loss_then is not None and self.loss < self._loss_then
+            by_heart = (None not in (self.loss, self._loss_then) and self.loss < self._loss_then
+                        and self._worse >= BY_HEART[1] and figure > BY_HEART[0] * best)
             if self.target and figure <= self.target:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
@@ -141,17 +142,16 @@ class Progress:
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")
-            elif by_heart and self._worse >= BY_HEART[1] and figure > BY_HEART[0] * best:
-                if "by heart" not in self._advised:
-                    self._advised.add("by heart")
-                    self.events.warn(f"step {step}: the model learns the text by heart: the loss falls, but the "
-                                     f"validation was best at step {at}, {best:.3f} {unit}, and is {figure:.3f}. "
-                                     "--best takes that state, --patience ends such a run; more text, a smaller model "
-                                     "or a larger ADAM_WEIGHT_DECAY help")
-            elif figure > MUCH_WORSE * best and not by_heart:
+            elif figure > MUCH_WORSE * (self.validations[-2][1] if by_heart else best):
                 self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
                                  f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
                                  "or the learning rate is too high")
+            elif by_heart and "by heart" not in self._advised:
+                self._advised.add("by heart")
+                self.events.warn(f"step {step}: the model learns the text by heart: the loss falls, but the validation "
+                                 f"was best at step {at}, {best:.3f} {unit}, and is {figure:.3f}. --best takes that "
+                                 "state, --patience ends such a run; more text, a smaller model or a larger "
+                                 "ADAM_WEIGHT_DECAY help")
         return noted
 
     def check_reward(self, texts, reward, shown):

@@ -137,9 +137,12 @@ def test_a_run_that_learns_its_text_by_heart_says_so_once():
     progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
     for run.step in range(0, 1200, 100):
         progress.loss = 5 - run.step / 1000
-        progress.validated(run.step, 2.2 + abs(run.step - 200) / 1000, "bits/byte")
+        progress.validated(run.step, 2.2 + abs(run.step - 200) / 3000, "bits/byte")
     assert len(told) == 1 and told[0].startswith("step 700: the model learns the text by heart")
     assert "best at step 200, 2.200 bits/byte" in told[0]
+    run.step += 100
+    progress.validated(run.step, 4.0, "bits/byte")                   # a jump is something else
+    assert len(told) == 2 and "a worker may compute wrongly" in told[1]
 
 
 def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
