@@ -28,8 +28,8 @@ class WatchError(EggError):
 
 class Events(contextlib.AbstractContextManager):
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: for the console, or None. log_json: a file, or None. As
-    a context manager it logs the error that ends the block. Raises WatchError for a file that cannot be written."""
+    kind) and the fields of that kind; line: for the console, or None. log_json: a file, or None. As a context manager
+    it logs the error that ends the block. Raises WatchError for a file that cannot be written."""
 
     _left_out = 0              # events of peers since the last report about that
     _sampled = None            # (step, texts) of the last sample

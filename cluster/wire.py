@@ -152,8 +152,8 @@ FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, W
 # the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
-FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD,
-                                              SPENT)}
+FROM_WORKER = {V1: FROM_WORKERS,
+               V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD, SPENT)}
 
 
 def only(every, frames):

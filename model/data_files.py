@@ -67,8 +67,9 @@ def open_tokens(cfg, path):
         _need_bytes(tokens, path, "make bytes of a text with `python egg.py prepare TEXT --vocab-size 256`, or begin a "
                     "run with DETOKENIZE=1, which reads the bytes of tokens")
     elif size % 4 or not _are_tokens(tokens):
-        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: make tokens of a text with `python "
-                        "egg.py prepare TEXT`, or read its bytes with --preset laptop-bytes -D DETOKENIZE=0")
+        raise DataError(f"{path} is damaged or plain bytes, or has numbers of another size, not uint32 tokens: make "
+                        "tokens of a text with `python egg.py prepare TEXT`, or read its bytes with --preset "
+                        "laptop-bytes -D DETOKENIZE=0")
     else:
         tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:

@@ -118,7 +118,7 @@ def test_a_foreign_format_is_refused(tmp_path, words, data):
     path.write_bytes(data)
     with refused(f"holds {words}.*, not bytes: .*`python egg.py prepare TEXT", DataError):
         open_tokens(BYTES, str(path))
-    with refused("is damaged or plain bytes, not uint32 tokens: .*`python egg.py prepare TEXT`", DataError):
+    with refused("is damaged or plain bytes, or has .*, not uint32 tokens: .*`python egg.py prepare TEXT`", DataError):
         open_tokens(BASE.changed(VOCAB_SIZE=262144), str(path))
     if words != "gzip":
         with refused(f"holds {words}", DataError):

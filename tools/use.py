@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from model import data_files, parameters, steps
 import egg_config
+from model import data_files, parameters, steps
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, UsageError, explained
