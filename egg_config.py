@@ -98,6 +98,9 @@ CHUNK_MEAN_EXPONENT = 1.2        # 0.0 to 4.0    | run     | exponent of CHUNK_M
 USE_ADAPTIVE_THRESHOLD = 1       # 0, 1          | run     | 1: small differences count as 0
 ADAPTIVE_THRESHOLD_ALPHA = 0.1   # 0.0 to 100.0  | run     | their threshold, as a share of the mean size of the
 #                                                            differences
+VOTE_LEVELS = 1                  # 1 to 7        | run     | with unit trials: the largest digit of a weight; more
+#                                                            learn more, and take more bytes: 1.6 bits a weight with 1,
+#                                                            2.7 with 2, 4 from 3 on
 FAST_FITNESS = 0                 # 0, 1          | run     | 1: the sign of the difference, without filter and threshold
 SOFT_TARGETS = ()                # contexts 0 to 7 | run   | first step:context, ...; a position is scored against 8
 #                                                            tokens that follow the same context (number of tokens)
@@ -253,7 +256,7 @@ SHIPPED = """
     HOST_GAUSSIAN=0 DEVICE_GAUSSIAN=0 HOST_MASK=15 DEVICE_MASK=15 NOISE_REUSE=1 ADAPTIVE_NOISE_MODE=1
     ADAPTIVE_NOISE_INIT=64 ADAPTIVE_NOISE_INC=5 ADAPTIVE_NOISE_DEC=1 PERTURB=weights LOSS=deggs USE_SAME_DATA=0
     CHUNK_MEAN_FILTER=1 CHUNK_MEAN_EXPONENT=1.2 USE_ADAPTIVE_THRESHOLD=1
-    ADAPTIVE_THRESHOLD_ALPHA=0.1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
+    ADAPTIVE_THRESHOLD_ALPHA=0.1 VOTE_LEVELS=1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
     LR_SCHEDULE=0:0.5,100:0.25,200:0.125 ADAM_BETA1=0.9 ADAM_BETA2=0.95 ADAM_EPS=1e-08 ADAM_WEIGHT_DECAY=0.01
     ZTEST_ALPHA=4.0 USE_CLT=1 USE_MUON=0 MUON_MOMENTUM=0.85 MUON_LR_SCALE=1.0 MUON_NS=quintic OBJECTIVE=
     OBJECTIVE_TEXTS=8 TEXT_SHARE=0.35 OBJECTIVE_SECONDS=60.0 ISLAND_SEED=0 GOSSIP_RATE=0.01 MERGE=clone
@@ -269,7 +272,8 @@ FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy",
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "VOTE_LEVELS": 1, "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8,
+         "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 # what runs and workers with unit trials say beside their constants: how the votes of a step are stored and sent
@@ -662,8 +666,8 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        need(cfg.POPULATION_SIZE < cfg.CHUNK_SIZE << 15, "POPULATION_SIZE",
-             "must be less than 32,768 chunks with PERTURB = units: sums of digits are of 16 bits")
+        need(cfg.POPULATION_SIZE * cfg.VOTE_LEVELS < cfg.CHUNK_SIZE << 15, "POPULATION_SIZE",
+             "must be less than 32,768 / VOTE_LEVELS chunks with PERTURB = units: sums of digits are of 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
@@ -674,6 +678,7 @@ def validate(cfg, saved, given):
 
 
 def _derive(cfg):
+    from model import steps                          # OwnFolders finds it
     cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
@@ -682,16 +687,20 @@ def _derive(cfg):
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that are read for a window
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
-    # ternary digits in which a chunk is sent: one a pair, or with unit trials one a weight, in whole bytes; and bytes
-    # in which a step is (steps.join_digits)
+    # digits in which a chunk is sent: one a pair, or with unit trials one a weight, in whole bytes; these bytes, and
+    # those of a step (steps.join_digits)
     H = cfg.HIDDEN_DIM
     weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
-    cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
+    cfg.DIGIT_VALUES = 3 if cfg.PERTURB == "weights" else 2 * cfg.VOTE_LEVELS + 1
+    each = steps.packing(cfg.DIGIT_VALUES).digits
+    cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // each) * each
+    cfg.CHUNK_BYTES = steps.packed_size(cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES)
     cfg.SUMMED = cfg.PERTURB == "units" and cfg.N_CHUNKS > 2    # two chunks: sums would save little, and take time
-    fifths = (5 if cfg.N_CHUNKS <= 127 else 10) if cfg.SUMMED else cfg.N_CHUNKS
-    cfg.STEP_BYTES = -(-cfg.N_PAIRS // 5) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_DIGITS // 5 * fifths
+    cfg.WIDE_SUMS = cfg.N_CHUNKS * cfg.VOTE_LEVELS > 127        # int16
+    copies = (1 + cfg.WIDE_SUMS) * each if cfg.SUMMED else cfg.N_CHUNKS
+    cfg.STEP_BYTES = steps.packed_size(cfg.N_PAIRS) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_BYTES * copies
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

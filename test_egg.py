@@ -143,7 +143,7 @@ def test_ternary_packing():
         assert len(data) == -(-n // 5)
         equal(rules.unpacked_digits(data, n), f)
     assert steps.pack_digits(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
-    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
+    for data, count, says in ((b"\xf3", 5, "5 digits of 3 values"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
             rules.unpacked_digits(data, count)

@@ -177,7 +177,7 @@ class Step:
             self._sums = steps.sums_of(self.cfg)
         for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
             if one and self._sums is not None:
-                steps.add_digits(self._sums, one.packed, sign)
+                steps.add_digits(self.cfg, self._sums, one.packed, sign)
 
     def _wanted(self, chunk):
         """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""

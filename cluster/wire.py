@@ -54,9 +54,9 @@ class Frame(int):
 
 # both versions
 JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
-# updates: weights changed by the worker's last update, 0 where it has reported them; packed: ternary fitness (SPEC 8)
+# updates: weights changed by the worker's last update, 0 where it has reported them; packed: digits (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
-               lambda cfg: steps.packed_size(cfg.CHUNK_DIGITS))
+               lambda cfg: cfg.CHUNK_BYTES)
 # first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2
 JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: cfg.STEP_BYTES)
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
@@ -199,7 +199,7 @@ def read_result(cfg, n_weights, payload):
         raise FrameError(f"wrong chunk: RESULT for member {result.first}, chunks begin at multiples of "
                          f"{cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
     try:
-        steps.check_digits(result.packed, cfg.CHUNK_DIGITS)
+        steps.check_digits(result.packed, cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units

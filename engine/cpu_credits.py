@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, draw_norm, i64,
                                 new_rows, new_sides, nothing_below, product, through_norm)
-from engine.cpu_rules import bits, exponent, f32, float_of, i32, inlined, leaf, njit, power, u32, whole
+from engine.cpu_rules import bits, digit, exponent, f32, float_of, i32, inlined, leaf, njit, power, u32, whole
 from engine.simd import PANEL, local
 from model import units
 
@@ -184,9 +184,8 @@ def add_up(sums, first, end):
 
 
 @njit
-def signs(sums, least, out):
-    """out int8 [n]: the signs of sums int32 [n] of at least this size, else 0; the sums are then 0."""
-    least = i32(min(least, i64((1 << 31) - 1)))
+def take_digits(sums, least, most, out):
+    """out int8 [n]: the digits of votes, sums int32 [n], of at most `most`; the sums are then 0."""
     for i in range(out.size):
-        out[i] = i32(sums[i] >= least) - i32(sums[i] <= -least)
+        out[i] = digit(sums[i], least, most)
     sums[:] = 0

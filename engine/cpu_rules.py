@@ -195,6 +195,7 @@ error = _units.error
 exponent = _units.exponent
 power = _units.power
 whole = _units.whole
+digit = rules.vote_rules(rule).digit
 _updates = rules.update_rules(rule, TARGET)
 adamw = _updates.adamw
 sgd = _updates.sgd

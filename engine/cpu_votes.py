@@ -202,7 +202,7 @@ class UnitVotes:
         def send(t, at, end):
             small = np.empty(end - at, np.int8)
             least = units.least_vote(self.cfg, t, cpu_credits.add_up(memory, at, end))
-            cpu_credits.signs(memory[0, at:end], least, small)
+            cpu_credits.take_digits(memory[0, at:end], least, np.int32(self.cfg.VOTE_LEVELS), small)
             small, its = small.reshape(self._shapes[t]), digits[t.span]
             if t in self._by_token:                          # four of a token, side by side in either order
                 its.view(np.int32).reshape(-1, t.cols)[:] = small.view(np.int32).T
@@ -211,8 +211,9 @@ class UnitVotes:
 
         self._job(list(zip(self._shapes, self._ends, self._ends[1:])), send).finish()
         self._spare.append(pool)
-        packed = np.empty(digits.size // 5, np.uint8)
-        self._spread(packed.size, digits.size, pack_digits, digits, packed)
+        packed = np.empty(self.cfg.CHUNK_BYTES, np.uint8)
+        rows = digits.reshape(packed.size, -1)
+        self._spread(packed.size, digits.size, pack_digits, rows, np.int32(self.cfg.DIGIT_VALUES), packed)
         return packed.tobytes(), sum(part.loss for part in read)
 
     def vote_on_nothing(self, c):
@@ -332,15 +333,14 @@ def apply_votes(o, weights, t, group, votes, strides, x, moments, changed_rows, 
 
 
 @njit
-def pack_digits(digits, packed, first, end):
-    """Bytes first..end - 1 of packed digits: of model.steps, whose count is a multiple of 5."""
-    digits = digits[5 * first:5 * end].reshape(-1, 5)
-    packed = packed[first:end]
-    for i in range(packed.size):
-        value = i32(0)
-        for k in range(4, -1, -1):
-            value = 3 * value + (digits[i, k] if digits[i, k] >= 0 else i32(2))
-        packed[i] = value
+def pack_digits(digits, values, packed, first, end):
+    """Bytes first..end - 1 of packed digits of so many values (model.steps), int8 [bytes, digits in a byte]."""
+    for i in range(first, end):
+        number = i32(0)
+        for k in range(digits.shape[1] - 1, -1, -1):
+            digit = i32(digits[i, k])
+            number = i32(number * values + (digit if digit >= 0 else i32(digit + values)))
+        packed[i] = number
 
 
 @njit

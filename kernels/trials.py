@@ -9,7 +9,7 @@ from kernels.parts import A8, A16, A32, blocks
 from kernels.tiles import DEPTH, THREADS, TILE
 from kernels.units import BINS, BLOCK, HEAD_BLOCK, HEAD_ROWS, TURNS, WARPS, build, logit_type, wide
 from kernels.update import SPLIT
-from model import integer_tables, parameters, steps, units
+from model import integer_tables, parameters, units
 
 
 def packed_places(cfg):
@@ -57,7 +57,7 @@ def sizes(cfg, R):
         operand=((VS + 8 * S) * (blocks(cfg.CHUNK_SIZE * cfg.SEQ_LEN, SPLIT) + 1) * SPLIT // 4, np.int32),
         weights=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int8), votes=(cfg.CHUNK_DIGITS, np.int32),
         digits=(cfg.CHUNK_DIGITS, np.int8),
-        result=(1 + len(parameters.tensors(cfg)) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
+        result=(1 + len(parameters.tensors(cfg)) + blocks(cfg.CHUNK_BYTES, 8), np.int64))
 
 
 def reciprocal(divisor):
@@ -98,13 +98,12 @@ class Trials:
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
         self.tables = SimpleNamespace(**{name: cuda.to_device(table) for name, table in tables.items()})
         self._totals, digits = a.result[:1 + len(self._tensors)], a.result[1 + len(self._tensors):].view(np.uint8)
-        self._digits = digits[:steps.packed_size(cfg.CHUNK_DIGITS)]
+        self._digits = digits[:cfg.CHUNK_BYTES]
         self._tiles = {}
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
-        size = steps.packed_size(self.cfg.CHUNK_DIGITS)
-        return result[1 + len(self._tensors):].tobytes()[:size], int(result[0])
+        return result[1 + len(self._tensors):].tobytes()[:self.cfg.CHUNK_BYTES], int(result[0])
 
     def _launch(self, name, work, *arguments, threads=BLOCK, high=1):
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""

@@ -20,7 +20,7 @@ from kernels.rules import NORMS, TARGET, device
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import place, products_kernel, vote_index
-from model import integer_tables, parameters, rules, units
+from model import integer_tables, parameters, rules, steps, units
 
 BLOCK = 128                  # threads of a block whose warps have a row each
 WARPS = BLOCK // 32
@@ -37,7 +37,8 @@ RULES = rules.unit_rules(device, TARGET)
 share_unit, share = RULES.share_unit, RULES.share
 dither_of, error_of, excess = RULES.dither_of, RULES.error, RULES.excess
 exponent, power, whole = RULES.exponent, RULES.power, RULES.whole
-least_vote = rules.vote_rules(device).least_vote
+VOTES = rules.vote_rules(device)
+least_vote, vote_digit = VOTES.least_vote, VOTES.digit
 quotient, normed = NORMS.quotient, NORMS.normed
 ROW_BITS, WINDOW_BITS = units.ROW_BITS, units.WINDOW_BITS
 ROW_MOST, WINDOW_MOST = (1 << ROW_BITS) - 1, (1 << WINDOW_BITS) - 1
@@ -952,7 +953,8 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
     S, TIED = wide(H), cfg.MODEL != "gru"
     LEAST, MOST = units.TABLE_SHIFTS
-    ALPHA = units.alpha(cfg)
+    ALPHA, LEVELS = units.alpha(cfg), cfg.VOTE_LEVELS
+    VALUES, EACH = cfg.DIGIT_VALUES, steps.packing(cfg.DIGIT_VALUES).digits
 
     @device
     def of_chunk(x, unit):
@@ -1029,17 +1031,16 @@ def _vote_kernels(cfg):
         first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
         least = least_vote(sizes[tensor], size, float64(ALPHA))
         for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
-            vote = votes[first + i]
-            digits[first + i] = int8((vote >= least) - (vote <= -least))
+            digits[first + i] = vote_digit(votes[first + i], least, int32(LEVELS))
 
     def pack_digits(digits: A8, packed: B1):
-        """packed uint8 [digits / 5] (model.steps). One thread per byte."""
+        """packed uint8 [digits / EACH] (model.steps). One thread per byte."""
         i = cuda.grid(1)
         if i < packed.size:
             byte_ = int32(0)
-            for k in range(5):
-                digit = digits[5 * i + 4 - k]
-                byte_ = byte_ * int32(3) + (int32(2) if digit < 0 else digit)
+            for k in range(EACH):
+                digit = int32(digits[EACH * i + EACH - 1 - k])
+                byte_ = int32(byte_ * int32(VALUES) + (int32(digit + VALUES) if digit < 0 else digit))
             packed[i] = byte_
 
     return spread, token_votes, bias_votes, vote_sizes, vote_digits, pack_digits

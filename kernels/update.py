@@ -340,31 +340,31 @@ def optimize_kernel(cfg):
 def unpack_kernel(cfg):
     """The kernel that unpacks a step (steps.join_digits): its digits as int8 [pairs] or, with unit trials, int32
     [weights], their sums over the chunks, which are the votes."""
-    units, summed = cfg.PERTURB == "units", cfg.SUMMED
+    units, summed, wide = cfg.PERTURB == "units", cfg.SUMMED, cfg.WIDE_SUMS
     kind, chunks = A32 if units else A8, cfg.N_CHUNKS if units else 1
-    wide = 2 if cfg.N_CHUNKS > 127 else 1
+    VALUES, EACH = cfg.DIGIT_VALUES, steps.packing(cfg.DIGIT_VALUES).digits
 
     def unpack(packed: B1, digits: kind):
-        """The last byte of digits may have more. One thread for five."""
-        i, each = cuda.grid(1), (digits.size + 4) // 5
+        """The last byte of digits may have more. One thread for a byte of digits."""
+        i, each = cuda.grid(1), (digits.size + EACH - 1) // EACH
         if i < each:
-            sums = int32s(5)
-            for k in range(5):
+            sums = int32s(EACH)
+            for k in range(EACH):
                 sums[k] = 0
                 if summed:
-                    at = (k * each + i) * wide
-                    sums[k] = int32(int8(packed[at + wide - 1]))
-                    if wide == 2:
+                    at = (k * each + i) * (2 if wide else 1)
+                    sums[k] = int32(int8(packed[at + 1 if wide else at]))
+                    if wide:
                         sums[k] = int32(sums[k] << 8 | packed[at])
             for chunk in range(0 if summed else chunks):
-                byte = packed[chunk * each + i]
-                for k in range(5):
-                    digit = byte % int32(3)
-                    sums[k] += int32(-1) if digit == 2 else digit
-                    byte //= int32(3)
-            for k in range(5):
-                if 5 * i + k < digits.size:
-                    digits[5 * i + k] = sums[k]
+                byte = int32(packed[chunk * each + i])
+                for k in range(EACH):
+                    digit = byte % int32(VALUES)
+                    sums[k] += int32(digit - VALUES) if digit > VALUES // 2 else digit
+                    byte //= int32(VALUES)
+            for k in range(EACH):
+                if EACH * i + k < digits.size:
+                    digits[EACH * i + k] = sums[k]
 
     return unpack
 
@@ -414,7 +414,7 @@ class Update:
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.muon = muon.Direction(cfg, kernels)
-        self.pairs = cfg.N_PAIRS
+        self.pairs, self.each = cfg.N_PAIRS, steps.packing(cfg.DIGIT_VALUES).digits
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
 
     @staticmethod
@@ -436,7 +436,7 @@ class Update:
         def add(name, grid, *args, shared=0):
             out.append(lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args))
 
-        add("unpack", blocks(digits.size, 5 * THREADS), self.packed, digits)
+        add("unpack", blocks(digits.size, self.each * THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
             add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)

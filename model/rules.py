@@ -261,11 +261,20 @@ def vote_rules(jit):
     """From sums of votes to digits (SPEC 21)."""
     @jit
     def least_vote(total, size, alpha):
-        """int64: the least size of a vote that counts, in a tensor of `size` weights whose votes have the size `total`
+        """int32: the least size of a vote that counts, in a tensor of `size` weights whose votes have the size `total`
         (int64); alpha: float64."""
-        return max(i64(1), i64(math.ceil(np.float64(np.float64(total) / np.float64(size)) * alpha)))
+        least = i64(math.ceil(np.float64(np.float64(total) / np.float64(size)) * alpha))
+        return i32(min(max(i64(1), least), i64((1 << 31) - 1)))
 
-    return SimpleNamespace(least_vote=least_vote)
+    @jit
+    def digit(vote, least, most):
+        """int32: a vote (int32) in units of twice the least vote, rounded to the nearest, at most `most`. A quotient of
+        float64, truncated, is that of the integers, and is vectorised."""
+        halves = i32(np.float64(abs(vote)) / np.float64(least))
+        size = i32(i32(min(halves, i32(i32(2) * most)) + i32(1)) >> i32(1))
+        return size if vote >= 0 else i32(-size)
+
+    return SimpleNamespace(least_vote=least_vote, digit=digit)
 
 
 def unit_rules(jit, ops):
@@ -383,14 +392,9 @@ def step_votes(cfg, fitness):
     return steps.sums_of(cfg, fitness).T.astype(np.int32, order="C").ravel()
 
 
-def unpacked_digits(packed, count):
+def unpacked_digits(packed, count, values=3):
     """int8 [count] from packed bytes. Raises ValueError, see steps.check_digits."""
-    return np.frombuffer(steps.unpack_digits(packed, count), np.int8)
-
-
-def large(x, least):
-    """int8: the signs of integers of at least this size, else 0."""
-    return (x >= least).view(np.int8) - (x <= -least).view(np.int8)
+    return np.frombuffer(steps.unpack_digits(packed, count, values), np.int8)
 
 
 def least_vote_by_chance(cfg, alpha):

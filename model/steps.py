@@ -1,12 +1,30 @@
-"""What belongs to a step: its seed (SPEC 2), its digits of fitness, five in a byte (SPEC 8), and their sums over chunks
+"""What belongs to a step: its seed (SPEC 2), its digits of fitness, some in a byte (SPEC 8), and their sums over chunks
 (SPEC 21). A coordinator starts without NumPy, which the sums need."""
+
+import functools
+from typing import NamedTuple
 
 INITIAL_SEED = 42
 COOLINGS, HOT = 20, 0.3      # levels of the rate before a planned end, and the share of the run before the first
-_BYTES = bytes(range(243))                               # 3^5 of them
-# k -> the table that takes a byte to its digit k as int8: 0, 1 or -1
-_DIGITS = [bytes((0, 1, 255)[b // 3 ** k % 3] for b in _BYTES) + bytes(13) for k in range(5)]
-_VALUES = bytes((0, 1)) + bytes(253) + b"\2"             # of a digit
+
+
+class Packing(NamedTuple):
+    """How digits of an odd number of values, -n to n, lie in bytes, the least significant first."""
+    digits: int              # in a byte
+    bytes: bytes             # that occur
+    places: tuple            # tables from a byte to each of its digits, int8
+    numbers: bytes           # the table from a digit, int8, to its number in a byte: that modulo `values`
+
+
+@functools.cache
+def packing(values=3):
+    """The Packing of digits of so many values; 3: those of SPEC 8, five in a byte."""
+    digits = next(n for n in range(8, 0, -1) if values ** n <= 256)
+    signed = [d if d <= values // 2 else d - values + 256 for d in range(values)]
+    places = tuple(bytes(signed[byte // values ** k % values] if byte < values ** digits else 0 for byte in range(256))
+                   for k in range(digits))
+    numbers = bytes((x if x < 128 else x - 256) % values for x in range(256))
+    return Packing(digits, bytes(range(values ** digits)), places, numbers)
 
 
 def hash32(seed, i):
@@ -27,58 +45,59 @@ def next_seed(seed, step, reuse=1):
     return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
 
 
-def packed_size(count):
-    """Bytes of `count` packed digits."""
-    return -(-count // 5)
+def packed_size(count, values=3):
+    """Bytes of `count` packed digits of so many values."""
+    return -(-count // packing(values).digits)
 
 
-def pack_digits(digits):
-    """bytes: the int8 values of {-1, 0, 1} in `digits` (bytes or an array), five a byte, least significant digit first
-    (-1 is digit 2)."""
-    digits = bytes(digits)
-    size = packed_size(len(digits))
-    values = digits.translate(_VALUES).ljust(5 * size, b"\0")
-    # no byte exceeds 242, so sums of whole numbers have no carry from one byte into the next
-    total = sum(3 ** k * int.from_bytes(values[k::5], "little") for k in range(5))
+def pack_digits(digits, values=3):
+    """bytes: int8 digits (bytes or an array), packed."""
+    digits, way = bytes(digits), packing(values)
+    size = packed_size(len(digits), values)
+    numbers = digits.translate(way.numbers).ljust(way.digits * size, b"\0")
+    # no byte exceeds 255, so sums of whole numbers have no carry from one byte into the next
+    total = sum(values ** k * int.from_bytes(numbers[k::way.digits], "little") for k in range(way.digits))
     return total.to_bytes(size, "little")
 
 
-def check_digits(packed, count):
+def check_digits(packed, count, values=3):
     """Raises ValueError for another size than that of `count` digits, a wrong byte or a digit beyond `count`."""
-    if len(packed) != packed_size(count):
-        raise ValueError(f"{len(packed)} bytes of fitness where {count} values need {packed_size(count)}")
-    if wrong := packed.translate(None, _BYTES):
-        raise ValueError(f"byte {max(wrong)} is not five ternary digits")
-    if count % 5 and packed[-1] >= 3 ** (count % 5):
+    way, size = packing(values), packed_size(count, values)
+    if len(packed) != size:
+        raise ValueError(f"{len(packed)} bytes of fitness where {count} values need {size}")
+    if wrong := packed.translate(None, way.bytes):
+        raise ValueError(f"byte {max(wrong)} is not {way.digits} digits of {values} values")
+    if count % way.digits and packed[-1] >= values ** (count % way.digits):
         raise ValueError("digits after the last value")
 
 
-def unpack_digits(packed, count):
-    """bytearray [count]: the int8 values in packed bytes. Raises ValueError, see `check_digits`."""
-    check_digits(packed, count)
-    digits = bytearray(5 * len(packed))
-    for k, table in enumerate(_DIGITS):
-        digits[k::5] = packed.translate(table)
+def unpack_digits(packed, count, values=3):
+    """bytearray [count]: the int8 digits in packed bytes. Raises ValueError, see `check_digits`."""
+    check_digits(packed, count, values)
+    way = packing(values)
+    digits = bytearray(way.digits * len(packed))
+    for k, table in enumerate(way.places):
+        digits[k::way.digits] = packed.translate(table)
     return digits[:count]
 
 
 def sums_of(cfg, data=b""):
-    """int8 or int16 [5, CHUNK_DIGITS / 5]: the sums of digits over chunks, digit 5 i + k at [k, i], from the bytes of a
-    step of unit trials; zeros without any."""
+    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of digits over chunks, digit n i + k at [k, i], n of them in a byte,
+    from the bytes of a step of unit trials; zeros without any."""
     import numpy as np
-    kind, size = np.dtype("i1" if cfg.N_CHUNKS <= 127 else "<i2"), cfg.CHUNK_DIGITS // 5
+    kind, shape = np.dtype("<i2" if cfg.WIDE_SUMS else "i1"), (packing(cfg.DIGIT_VALUES).digits, cfg.CHUNK_BYTES)
     if data and cfg.SUMMED:
-        return np.frombuffer(data[:-1], kind).reshape(5, size)
-    sums = np.zeros((5, size), kind)
-    for at in range(0, len(data) - 1, size):
-        add_digits(sums, data[at:at + size])
+        return np.frombuffer(data[:-1], kind).reshape(shape)
+    sums = np.zeros(shape, kind)
+    for at in range(0, len(data) - 1, cfg.CHUNK_BYTES):
+        add_digits(cfg, sums, data[at:at + cfg.CHUNK_BYTES])
     return sums
 
 
-def add_digits(sums, packed, sign=1):
+def add_digits(cfg, sums, packed, sign=1):
     """Adds the packed digits of a chunk to sums as `sums_of`, in place."""
     import numpy as np
-    for its, table in zip(sums, _DIGITS):
+    for its, table in zip(sums, packing(cfg.DIGIT_VALUES).places):
         its += sign * np.frombuffer(packed.translate(table), np.int8)
 
 
@@ -87,13 +106,13 @@ def check_step(cfg, data):
     if len(data) != cfg.STEP_BYTES:
         raise ValueError(f"{len(data)} bytes where a step has {cfg.STEP_BYTES}")
     if cfg.SUMMED:
-        sums = sums_of(cfg, data)
-        if not -cfg.N_CHUNKS <= sums.min() <= sums.max() <= cfg.N_CHUNKS:
+        sums, most = sums_of(cfg, data), cfg.N_CHUNKS * (cfg.DIGIT_VALUES // 2)
+        if not -most <= sums.min() <= sums.max() <= most:
             raise ValueError(f"sums of more than {cfg.N_CHUNKS} digits")
     elif cfg.PERTURB == "weights":
         check_digits(data, cfg.N_PAIRS)
     else:
-        check_digits(data[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS)
+        check_digits(data[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES)
 
 
 def join_digits(cfg, chunks, cooling=0, sums=None):
@@ -105,7 +124,7 @@ def join_digits(cfg, chunks, cooling=0, sums=None):
         if cfg.SUMMED and sums is None:
             sums = sums_of(cfg)
             for packed in chunks:
-                add_digits(sums, packed)
+                add_digits(cfg, sums, packed)
         return b"".join((*(chunks if sums is None else [sums]), bytes([cooling])))
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)

@@ -331,7 +331,7 @@ REFUSED = {
     "LOG_MESSAGE of 1000000 bytes": wire.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
     "RESULT says 3 bytes of fitness and carries 4": result_frame(size=3),
     "3 bytes of fitness where 16 values need 4": result_frame(packed=GOOD[:3]),
-    "byte 250 is not five ternary digits": result_frame(packed=b"\xfa" + GOOD[1:]),
+    "byte 250 is not 5 digits of 3 values": result_frame(packed=b"\xfa" + GOOD[1:]),
     "digits after the last value": result_frame(packed=GOOD[:3] + b"\xf2"),
     "wrong step: RESULT for step 7 while step 0": result_frame(step=7),
     "wrong chunk: RESULT for member 128": result_frame(position=128),

@@ -44,6 +44,7 @@ def random_configuration(seed, widest=128):
         NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
         SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
     tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
+    cfg = cfg.changed(VOTE_LEVELS=one_of(1, 2, 3, 7))
     return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
@@ -65,15 +66,16 @@ def chunk_digits(cfg, votes):
     """int8 [CHUNK_DIGITS]: the digits of {tensor: int64 votes}."""
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor, sums in votes.items():
-        voted = large(cfg, sums)
+        voted = digits_of(cfg, sums)
         digits[tensor.span] = parameters.to_canonical(voted) if tensor.matrix else voted
     return digits
 
 
-def large(cfg, votes):
-    """The signs of votes (int64) that are not small, else 0."""
+def digits_of(cfg, votes):
+    """Votes (int64) in units of twice the least vote, rounded to the nearest, halves away from 0, -n to n."""
     alpha = float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0
-    return np.sign(votes) * (np.abs(votes) >= max(1, math.ceil(np.abs(votes).sum() / votes.size * alpha)))
+    least = max(1, math.ceil(np.abs(votes).sum() / votes.size * alpha))
+    return np.sign(votes) * np.minimum((np.abs(votes) + least) // (2 * least), cfg.VOTE_LEVELS)
 
 
 class PlainEngine:
@@ -88,17 +90,18 @@ class PlainEngine:
         known = self._followers.at_step(state.step)
         windows = soft_targets.windows(cfg, self.tokens, known, state.step, state.seed, first, count)
         votes, loss = votes_of_windows(cfg, state, windows, first)
-        return steps.pack_digits(chunk_digits(cfg, votes)), loss
+        return steps.pack_digits(chunk_digits(cfg, votes), 2 * cfg.VOTE_LEVELS + 1), loss
 
     def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
         steps.check_step(cfg, fitness)
         if cfg.N_CHUNKS <= 2:
-            digits = rules.unpacked_digits(fitness[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS)
+            digits = rules.unpacked_digits(fitness[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS, 2 * cfg.VOTE_LEVELS + 1)
             votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-        else:                                        # five planes
-            kind = np.int8 if cfg.N_CHUNKS < 128 else np.int16
-            votes = np.frombuffer(fitness[:-1], kind).reshape(5, -1).T.ravel().astype(np.int32)
+        else:                                        # a plane for each digit of a byte
+            kind, planes = np.int8 if cfg.N_CHUNKS * cfg.VOTE_LEVELS < 128 else np.int16, {1: 5, 2: 3}
+            votes = np.frombuffer(fitness[:-1], kind).reshape(planes.get(cfg.VOTE_LEVELS, 2), -1).T.ravel()
+            votes = votes.astype(np.int32)
         f, rate = np.float32, np.float32(cfg.learning_rate(state.step) * (1 - fitness[-1] / 20))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
         for t in parameters.tensors(cfg):

@@ -59,7 +59,7 @@ def bench_engine(cfg, engine, tokens, some, device):
         say("            " + ("good: int8 is as fast as float32 or faster" if work >= limit else
                               "low: another program uses the cores, or the processor has no AVX512-VNNI"))
     digits = np.random.default_rng(1).integers(-1, 2, (cfg.N_CHUNKS, cfg.CHUNK_DIGITS)).astype(np.int8)
-    fitness = steps.join_digits(cfg, list(map(steps.pack_digits, digits)))
+    fitness = steps.join_digits(cfg, [steps.pack_digits(chunk, cfg.DIGIT_VALUES) for chunk in digits])
     windows = rules.windows(cfg, tokens, 0, 0, min(some, cfg.POPULATION_SIZE // cfg.MEMBERS))[:, cfg.STATE_TOKENS:]
     prompt, new = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if device == "cpu" else 512
     say(f"update      {median_seconds(lambda: engine.update(fitness)) * 1e3:,.2f} ms")

@@ -49,7 +49,7 @@ def architecture(cfg):
              "a token": f"{products:,} multiply-adds in matrices{attention}",
              "a step": f"{amount} x {cfg.SEQ_LEN} tokens = {tokens:,} tokens",
              "": f"{evaluated:.3g} multiply-adds in matrices to evaluate, {votes:.3g} to vote",
-             "on the wire": f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_DIGITS // 5):,} bytes of fitness, then "
+             "on the wire": f"{cfg.N_CHUNKS} results of {cfg.CHUNK_BYTES:,} bytes of fitness, then "
                             f"at most {cfg.STEP_BYTES:,} bytes to every worker"}
     lines = [head, rule, *body[:-1], rule, body[-1], "", *(f"{name:12}{fact}" for name, fact in facts.items())]
     return "\n".join(lines)

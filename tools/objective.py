@@ -603,7 +603,7 @@ class Objective:
             if len(windows[0]):
                 packed = engine.vote(first, *windows, self.temperature)
             else:                                    # equal rewards are no votes
-                packed = steps.pack_digits(np.zeros(cfg.CHUNK_DIGITS, np.int8))
+                packed = bytes(cfg.CHUNK_BYTES)
         self.seconds += time.perf_counter() - started
         self.waited += self.judge.waited - waited
         return packed, loss
