@@ -201,7 +201,8 @@ class Progress:
         self.events.warn(f"worker {title}: {exchange:.0%} of its time goes into {up / 1e6:.2f} MB/s up and "
                          f"{down / 1e6:.2f} MB/s down: " + (
                              f"a new run with -D CHUNK_SIZE={times * cfg.CHUNK_SIZE} -D POPULATION_SIZE="
-                             f"{times * cfg.POPULATION_SIZE} sends less often" if times > 1 else
+                             f"{times * cfg.POPULATION_SIZE} sends less often, with -D VOTE_LEVELS=1 less"
+                             if times > 1 else
                              "chunks are as large as they can be: make an island of it (docs/ISLANDS.md)"), peer=True)
 
     def _measured(self, known, kind, step, value, line=None, **details):

@@ -32,7 +32,8 @@ import numpy as np                                         # noqa: E402
 SECONDS, VALIDATE_EVERY, VALIDATE_TOKENS = 60, 200, 32768
 HIDDEN_DIM, SEQ_LEN = 64, 64                     # units; bytes of a window
 CHUNK_SIZE = POPULATION_SIZE = 16                # windows of a step (1,024 positions; float32 adds votes of 1,040)
-ADAPTIVE_THRESHOLD_ALPHA = 0.4                   # votes below this share of the mean vote do not count
+ADAPTIVE_THRESHOLD_ALPHA = 0.25                  # votes below this share of the mean vote do not count
+VOTE_LEVELS = 7                                  # a digit is a vote in units of twice that, at most this
 SOFTMAX_EXP_SCALE, SOFTMAX_SCALE_BIT = 12.0, 18  # logits in a nat; fractional bits of exponentials
 # Powers of two: a product with them is exact, so that float32 rounds a product and a sum once, as egg does (a fused
 # multiply-add). With other values nano learns as well, but some bits may differ.
@@ -208,12 +209,12 @@ def votes(w, tokens, followed, seed):
 
 
 def update(w, moments, vote, rate):
-    """AdamW on the signs of large votes. A weight moves by 1 when the sum of its fractions, acc, passes 1."""
+    """AdamW on digits of the votes. A weight moves by 1 when the sum of its fractions, acc, passes 1."""
     for name, votes_on in vote.items():
         m, v, acc = moments[name]
         size = np.abs(votes_on)
         least = max(1, math.ceil(size.sum(dtype=np.float64) / size.size * float(f32(ADAPTIVE_THRESHOLD_ALPHA))))
-        g = -np.sign(votes_on) * (size >= least)
+        g = -np.sign(votes_on) * np.minimum((size + least) // (2 * least), VOTE_LEVELS)
         decay = 0 if name in BIASES else ADAM_WEIGHT_DECAY
         m = m * f32(ADAM_BETA1) + g * (f32(1) - f32(ADAM_BETA1))
         v = g * g * (f32(1) - f32(ADAM_BETA2)) + v * f32(ADAM_BETA2)
