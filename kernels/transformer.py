@@ -674,7 +674,8 @@ class Plan(host.Plan):
         table = self._tensors["embedding", 0]
         self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
                                 {BIAS: self.vector("emb_bias", 0),
-                                 TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
+                                 TABLE: [packing.add(table, PLAIN, blocks(table.cols, 8) * 8, table.rows),
+                                         table.overlay_a, table.overlay_b]})
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
         self.layers = []
         for i in range(cfg.N_LAYERS):
