@@ -26,8 +26,8 @@ def packed_places(cfg, packing):
 
 
 def sizes(cfg, count, n, room, apart=False):
-    """{name: (numbers, dtype)} of the arrays for n positions at a time of `count` sequences of up to `room`. apart: each
-    layer and norm has its part of an array, as the way back wants it; else all share one."""
+    """{name: (numbers, dtype)} of the arrays for n positions at a time of `count` sequences of up to `room`. apart:
+    each layer and norm has its part of an array, as the way back wants it; else all share one."""
     gru, L, R = cfg.MODEL == "gru", cfg.N_LAYERS, wide(count * n)
     S, S4, VS = (wide(width) for width in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, cfg.VOCAB_SIZE))
     layers, more = (L, 0 if gru else 1) if apart else (1, 0)
@@ -170,7 +170,8 @@ class Reading:
     def _read_attention(self, layer, norm):
         a, cfg, named = self.arrays, self.cfg, self._named
         attended = self._part("attended", layer, self.padded * self.S)
-        self._product("product", self._normed(norm), self.S, named["w_q", layer], a.y, 3 * self.S, columns=3 * self.S)
+        self._product("product", self._normed(norm), self.S, named["w_q", layer], a.y, 3 * self.S,
+                      columns=3 * self.S)
         self._rows("quantise", a.y, self.tables.rope, self._at, self._n, self._room, self._count, self.padded,
                    self._qkv(layer).view(np.int32), self._part("qkv_scales", layer, 3 * self.padded), high=3)
         self._attend(layer, self._qkv(layer), attended)
@@ -196,5 +197,5 @@ class Reading:
         matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
         biases = (named[name, layer].weights for name in ("b_f", "b_h"))
         self._launch("recur", blocks(self._sequences, 8) * H, a.gates, self._weights.view(np.int32), self._weights,
-                     *matrices, *biases, self._tokens, self._width, self._at, self._n, self._sequences, self.states(layer),
-                     *self._kept(layer), a.h, threads=H)
+                     *matrices, *biases, self._tokens, self._width, self._at, self._n, self._sequences,
+                     self.states(layer), *self._kept(layer), a.h, threads=H)

@@ -1,5 +1,5 @@
-"""The forward pass without noise on a GPU, for both models, which validates and writes texts; and unit trials (SPEC 21):
-the head's errors, the transposed pass, and votes.
+"""The forward pass without noise on a GPU, for both models, which validates and writes texts; and unit trials (SPEC
+21): the head's errors, the transposed pass, and votes.
 
 Arrays of activations and credits are row-major: with n positions at a time, row w * n + t is the t-th of sequence w, a
 window or a text. Rows are padded with zeros to `wide` bytes, and their number to a multiple of TILE, so that products
@@ -131,11 +131,11 @@ def build(cfg, wgmma):
     what else unit trials need: nothing with noise on weights)."""
     gru, trials = cfg.MODEL == "gru", cfg.PERTURB == "units"
     recur, through_states = _recurrent_kernels(cfg) if gru else (None, None)
-    quantise, recall, attend = (None, None, None) if gru else _attention_kernels(cfg)
-    reading, others = [*_norm_kernels(cfg), *([] if gru else [quantise, recall])], []
+    reading, others = [*_norm_kernels(cfg), *([] if gru else _attention_kernels(cfg))], []
     if trials:
         others = [*_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg), _loudest_kernel()]
-        others += [through_states] if gru else [attend, *_score_kernels(cfg), _through_attention_kernel(cfg)]
+        others += [through_states] if gru else [_attend_kernel(cfg), *_score_kernels(cfg),
+                                                _through_attention_kernel(cfg)]
     reading, validation, others = ({function.__name__: Kernel(cuda.jit(function)) for function in some}
                                    for some in (reading, [_nats_kernel(cfg)], others))
     if gru:                                                  # a thread a unit, so up to 1,024 in a block
@@ -342,33 +342,12 @@ def _norm_kernels(cfg):
     return embed, norm, residual, inner
 
 
-def near_function(T):
-    """(neighbouring positions that a warp reads together, a device function: their int32 of position s, which lie side
-    by side in shared memory from address `at` on)."""
-    NEAR = 4 if T <= 512 else 2                  # else shared memory would be too small; T is a multiple of 8
-
-    @device
-    def near(at, s, out):
-        if NEAR == 4:
-            four = ptx.load_shared4(int32(at + 16 * s))
-            for i in range(NEAR):
-                out[i] = four[i]
-        else:
-            for i in range(NEAR):
-                out[i] = ptx.read_shared(int32(at + 4 * (NEAR * s + i)))
-
-    return NEAR, near
-
-
 def _attention_kernels(cfg):
     """Attention of the transformer, forward. Position t of sequence w is row w * room + t of qkv int8 [.., 3 S]:
     queries, keys, values."""
-    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
-    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
+    H, D = cfg.HIDDEN_DIM, cfg.HEAD_DIM
     S, WORDS = wide(H) // 4, H // 4
     SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
-    NEAR, near = near_function(T)
-    READS = NEAR * DIMENSIONS
     turned = turned_function(cfg)
 
     @device
@@ -443,6 +422,34 @@ def _attention_kernels(cfg):
             for d in range(DIMENSIONS):
                 attended[r * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(reads[d]) / float64(total)))
 
+    return quantise, recall
+
+
+def near_function(T):
+    """(neighbouring positions that a warp reads together, a device function: their int32 of position s, which lie side
+    by side in shared memory from address `at` on)."""
+    NEAR = 4 if T <= 512 else 2                  # else shared memory would be too small; T is a multiple of 8
+
+    @device
+    def near(at, s, out):
+        if NEAR == 4:
+            four = ptx.load_shared4(int32(at + 16 * s))
+            for i in range(NEAR):
+                out[i] = four[i]
+        else:
+            for i in range(NEAR):
+                out[i] = ptx.read_shared(int32(at + 4 * (NEAR * s + i)))
+
+    return NEAR, near
+
+
+def _attend_kernel(cfg):
+    """Attention of whole windows, with the shares that unit trials go back through."""
+    T, D, HEADS = cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS
+    S, SHIFT, DIMENSIONS, NONE = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_ATTN, D // 32, -2 ** 31
+    NEAR, near = near_function(T)
+    READS = NEAR * DIMENSIONS
+
     def attend(qkv: A32, values: A8, exps: A32, shares: A16, attended: A8):
         """shares int16 [windows, heads, T, T], in 2^-12; attended int8 [rows]: what is read. values: the bytes of qkv.
         Grid: [windows, heads], a warp for every fourth group of NEAR positions, which share what they load."""
@@ -504,7 +511,7 @@ def _attention_kernels(cfg):
                     attended[(base + t + i) * (4 * S) + head * D + 32 * d + lane] = clip(int32(read))
             cuda.syncwarp()
 
-    return quantise, recall, attend
+    return attend
 
 
 def _score_kernels(cfg):

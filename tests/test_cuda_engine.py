@@ -13,11 +13,12 @@ from numpy.random import default_rng
 import sanitize
 from numba import cuda
 from numpy import int32, int64, uint32
-from pytest import fixture, mark, param, raises
+from pytest import approx, fixture, mark, param, raises
 
 import no_device
 from egg_config import make
 from engine import cuda_engine
+from engine.cpu_engine import CpuEngine
 from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, parts, product, transformer, update
 from kernels import rules as noise_rules
@@ -301,6 +302,47 @@ def drawn(number, constants):
 def test_random_configurations_against_the_cpu_engine(compared):
     """The extremes and every switch: losses, three updates, validation, generation."""
     assert compared == ""
+
+
+READ = dict(SEQ_LEN=48, VOCAB_SIZE=300, N_LAYERS=2, HIDDEN_DIM=96, HEAD_DIM=32, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
+            CHUNK_SIZE=8, POPULATION_SIZE=16)
+READ_GRU, WIDE = dict(READ, MODEL="gru", HEAD_DIM=64), dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1)
+
+
+@gpu
+@mark.parametrize("constants", [
+    READ, dict(READ, PERTURB="units", TENSOR_CORES="mma"), dict(READ, SHIFT_LOGIT=5), dict(READ, VOCAB_SIZE=20000),
+    dict(READ, **WIDE, TENSOR_CORES="mma"), dict(READ, SEQ_LEN=64, NTT_MODE=2, NTT_CAUSAL=0), READ_GRU,
+    dict(READ_GRU, PERTURB="units", STATE_TOKENS=5), dict(READ_GRU, **WIDE)], ids=str)
+def test_windows_and_texts_in_slices(constants, cpu_compiled, monkeypatch):
+    """More windows than have their logits in memory at once, in the recurrent model of another length, and texts beyond
+    SEQ_LEN; then in slices, a small one last: as the CPU engine gives them."""
+    cfg, rng = make(**constants), default_rng(SEED)
+    engines = gpu_engine, cpu = CudaEngine(cfg), CpuEngine(cfg)
+    length = 70 if cfg.MODEL == "gru" else cfg.SEQ_LEN
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (9000 // length, length + 1)).astype(int32)
+    texts, lengths = rng.integers(0, cfg.VOCAB_SIZE, (137, cfg.SEQ_LEN + 30)).astype(int32), rng.integers(1, 50, 137)
+    windows[::3] %= 5                                        # the recurrent model is reset
+    texts[::3] %= 5
+    state, settings = gpu_engine.state(), rules.sampling_settings(cfg, temp=0.8, min_p=0.01, penalty=0.1)
+    state.weights[:] = rng.integers(-25, 26, state.weights.size)
+
+    def write(engine):
+        written = texts.copy()
+        engine.write(written, lengths, np.arange(137, dtype=uint32), settings)
+        return written
+
+    for engine in engines:
+        engine.load(state)
+    nats, count = cpu.validate(windows)
+    want = approx(nats, rel=1e-12), count                    # exact but for the order of a sum of float64
+    written = write(cpu)
+    assert gpu_engine.validate(windows) == want
+    equal(write(gpu_engine), written)
+    monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
+    gpu_engine._texts = None
+    assert gpu_engine.validate(windows) == want
+    equal(write(gpu_engine), written)
 
 
 @gpu
