@@ -89,13 +89,14 @@ class Pairs(Forward):
         super().__init__(cfg, gpu)
         self._plan = self.MODULE.Plan(cfg, self._packing)
         self._kernels = self.MODULE.Kernels(cfg, self._packing, gpu)
-        self.kernels["step"] = self._kernels.noisy + (self.kernels["write"] if cfg.STATE_TOKENS else [])
+        self.kernels["step"] = self._kernels.all + (self.kernels["write"] if cfg.STATE_TOKENS else [])
 
     @functools.cached_property
     def _tables(self):
         """The constant tables on the device."""
-        arrays = dict(plan=self._plan.table(), gelu=integer_tables.gelu_table(), exps=integer_tables.exp_table(self.cfg),
-                      rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
+        cfg = self.cfg
+        arrays = dict(plan=self._plan.table(), gelu=integer_tables.gelu_table(), exps=integer_tables.exp_table(cfg),
+                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
         return SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
     def reserve(self, pairs):
@@ -149,7 +150,7 @@ class Transformer(Pairs):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        kernels.head(blocks(rows, 64 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[0],
+        kernels.head(blocks(rows, 64 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
                      kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset, tables.exps, a.n,
                      a.sb, losses, self.cfg.SEQ_LEN)
 
@@ -193,16 +194,16 @@ class Recurrent(Pairs):
             product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
             # without states any array of their type will do
             of_layer = states.states(i).view(np.int32) if states else table
-            kernels.recur(blocks(pairs, kernels.recur.shape.rows // 2), THREADS, stream, row, kernels.matrices["u_f", i],
-                          table, weights, packed, overlay, windows, width, skip, n, pairs, job, offset, a.gates,
-                          a.candidates, a.x, of_layer, a.tables, int(skip > 0), 0)
+            kernels.recur(blocks(pairs, kernels.recur.shape.rows // 2), THREADS, stream, row,
+                          kernels.matrices["u_f", i], table, weights, packed, overlay, windows, width, skip, n, pairs,
+                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, int(skip > 0))
             norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
             product("inner", row + INNER, "w_up", i, a.normed, a.u)
             product("down", row + DOWN, "w_down", i, a.u, a.x)
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
         norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
         driver.device_memset(losses, 0, losses.nbytes, stream)           # the head adds to them
-        kernels.head(blocks(pairs * n, 32 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[0],
+        kernels.head(blocks(pairs * n, 32 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
                      kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset, self._tables.exps,
                      a.gates, a.candidates, losses, n)
 

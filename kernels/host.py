@@ -8,9 +8,6 @@ from numba import cuda, int32, int64
 from kernels.parts import A32, PLAN, SIGNS, aligned, blocks, byte
 from model import parameters
 
-# entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
-CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
-
 
 class Kernel:
     """A kernel as its builder returns it: the dispatcher, bytes of dynamic shared memory, and of a product its Shape. A
@@ -127,7 +124,7 @@ class Plan:
 
     def matrix(self, name, layer):
         t = self._tensors[name, layer]
-        return [0, t.seed_a, t.overlay_a]
+        return [t.seed_a, t.overlay_a]
 
     def input(self, name, layer):
         t = self._tensors[name, layer]

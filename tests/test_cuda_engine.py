@@ -46,7 +46,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
                 kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu)
-                for kernel in kernels.noisy + kernels.clean:
+                for kernel in kernels.all:
                     assert kernel.shared <= (kib - 1) * 1024, (H, T)
                 for kernel in kernels.full_width.values():
                     shape = kernel.shape
