@@ -15,14 +15,14 @@ from model import integer_tables, parameters
 
 
 def packed_places(cfg, packing):
-    """{matrix: (first word of its rows for outputs, and of those for inputs)}. Rows for outputs of matrices with one
-    input lie side by side."""
+    """({matrix: first word of its rows for outputs}, the same of those for inputs, for the way back). Rows for outputs
+    of matrices with one input lie side by side."""
     tensors, together = parameters.tensors(cfg), ("w_q", "w_k", "w_v", "w_f", "w_h", "u_f", "u_h")
     named = {(t.name, t.layer): t for t in tensors}
     first = [named[name, layer] for layer in range(cfg.N_LAYERS) for name in together if (name, layer) in named]
     matrices = first + [t for t in tensors if t.matrix and t not in first]
-    forward = {t: packing.add(t, QUADS, wide(t.cols), wide(t.rows)) for t in matrices}
-    return {t: (at, packing.add(t, BACK, wide(t.rows), wide(t.cols))) for t, at in forward.items()}
+    return ({t: packing.add(t, QUADS, wide(t.cols), wide(t.rows)) for t in matrices},
+            {t: packing.add(t, BACK, wide(t.rows), wide(t.cols)) for t in matrices if cfg.PERTURB == "units"})
 
 
 def sizes(cfg, count, n, room, apart=False):
@@ -83,7 +83,7 @@ class Reading:
         self._sequences = tokens.size // width
         self._count = self._sequences * n
         bias = -1 if self.gru else named["emb_bias", 0].weights
-        self._rows("embed", self._packed, self._places[named["embedding", 0]][0], weights, bias, tokens, width,
+        self._rows("embed", self._packed, self._places[0][named["embedding", 0]], weights, bias, tokens, width,
                    self._at, n, causal, self._count, a.h.view(np.int32))
         norms = 0 if self.gru else 1                         # before the layers
         if not self.gru:
@@ -131,7 +131,7 @@ class Reading:
         inputs, outputs = (tensor.cols, tensor.rows) if back else (tensor.rows, tensor.cols)
         grid = (columns or wide(outputs)) // TILE, blocks(rows or self._count, TILE)
         self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4, self._packed,
-                             self._places[tensor][back], wide(inputs) // 4, wide(inputs) // DEPTH, *arguments)
+                             self._places[back][tensor], wide(inputs) // 4, wide(inputs) // DEPTH, *arguments)
 
     def _part(self, name, number, size):
         """Part `number`, of this size, of an array of as many, or of one that all share."""
