@@ -172,7 +172,8 @@ class Recurrent(Pairs):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         plan, kernels, table = self._plan, self._kernels, self._tables.plan
-        (work, states), skip, n, width = scratch, self.cfg.STATE_TOKENS, self.cfg.SEQ_LEN, windows.size // pairs
+        (work, states), width = scratch, windows.size // pairs
+        skip, n = self.cfg.STATE_TOKENS, self.cfg.SEQ_LEN
         if states:
             states.begin(stream)
             states.read(stream, weights, packed, windows, width, skip)

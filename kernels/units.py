@@ -446,7 +446,8 @@ def near_function(T):
 def _attend_kernel(cfg):
     """Attention of whole windows, with the shares that unit trials go back through."""
     T, D, HEADS = cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS
-    S, SHIFT, DIMENSIONS, NONE = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_ATTN, D // 32, -2 ** 31
+    S, SHIFT = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_ATTN
+    DIMENSIONS, NONE = D // 32, -2 ** 31
     NEAR, near = near_function(T)
     READS = NEAR * DIMENSIONS
 
@@ -765,8 +766,9 @@ def _nats_kernel(cfg):
         """out float64 [.., n], of rows from `first` on: the cross-entropy of the tokens that follow the positions of
         windows [.., n + 1], from the logits z [rows, VS]. exps int64 [NATS]: exponentials of distances, so that sums do
         not depend on their order. A warp a row."""
-        r, lane, top, total = row_of_warp(), cuda.threadIdx.x & 31, int32(NONE), int64(0)
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
         if r < rows:
+            top, total = int32(NONE), int64(0)
             for v in range(lane, V, 32):
                 top = max(top, int32(z[r * VS + v]))
             top = ptx.warp_max(top)
