@@ -1,16 +1,11 @@
 """The CUDA model: the phases of the forward pass in order (SPEC 2 to 7, 13, 21), each a kernel of the folder `kernels`.
 
-model        kernels, in this order (here: Transformer._launch, Recurrent._launch)
+pass         kernels
+over rows    without noise: kernels.reading. Validation, texts and unit trials take it, and noise on weights the states
+             before its windows
+over pairs   with noise on weights, of pairs of members, in this order (here: Transformer.evaluate, Recurrent.evaluate)
 transformer  embed, norm, up, down; in each layer norm, qkv, attention, o, norm, up, down; then norm, head
 recurrent    in each layer norm (the first looks up the embedding), gates, recur, norm, inner, down; then norm, head
-
-PERTURB      what a step runs
-weights      the pass over pairs of members, by these kernels
-units        unit trials, by kernels of their own (kernels.units), whose arrays are row-major: a forward pass over the
-             windows of a chunk, the head's errors, the transposed pass, and the votes
-
-Validation is the pass with the noise masked out by the job, and another head, `clean`; with unit trials no noise is
-hashed at all.
 
 card         cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
              from the shared memory of a block (kernels.product)
@@ -23,44 +18,36 @@ What the CUDA engine uses:
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
-                        first launch; "load": pack, "step": evaluate, or those of .trials; "validate", "write"
-        .tables()       uploads the constant tables; call once on the device, before the launches below
-        .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
+                        first launch; "load": pack, "step": evaluate, or those of unit trials; "validate", "write"
         .pack(stream, weights, packed)
                         after every change of the weights. weights: int8, the flat canonical array of
                         model.parameters.State
+        .reading(count, n, room)            a kernels.reading.Reading, n positions at a time
+
+    with noise on weights (with unit trials: kernels.trials.Trials(forward))
+        .scratch_bytes(pairs)               of device memory that .reserve(pairs) takes, the `scratch` of a call
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1;
                         offset, pairs: Python ints
-        .trials         None, or with unit trials (SPEC 21) the kernels.trials.Trials of a step, in place of `evaluate`
-        .validate(stream, weights, packed, windows, count, T, scratch, nats)
-                        nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
-                        [count, T + 1]
-        .writing_bytes(count, room)         size of the int8 device array `memory` below
-        .logit_columns                      from one row of the array `logits` below, a multiple of 32, to the next
-        .write(stream, weights, packed, tokens, at, room, count, rope, memory, logits)
-                        logits (None: nobody wants them) after the token at position at[0] of `count` sequences, tokens
-                        int32 [count, room], without noise; `memory` must hold what the positions 0..at[0] - 1 left
-                        there. rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
 """
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import gru, transformer, writing
+from kernels import gru, reading, transformer, units
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
-from kernels.parts import Gpu, aligned, blocks
+from kernels.host import Packing
+from kernels.parts import Gpu, blocks
 from kernels.product import THREADS, padded_length
-from kernels.trials import Trials
 from model import integer_tables
 
 
@@ -74,55 +61,49 @@ def arrays_in(scratch, layout):
 
 
 class Forward:
-    """What both models have in common. MODULE: that of the model's kernels."""
+    """The pass over rows. rows: {name: Kernel}; places: those of matrices in the packed array."""
 
     def __init__(self, cfg, gpu):
-        self.cfg = cfg
-        self._packing = packing = Packing(cfg)
-        self._plan = self.MODULE.Plan(cfg, packing)
-        self._kernels = kernels = self.MODULE.Kernels(cfg, packing, gpu)
-        self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
-        self.logit_columns = writing.logit_columns(cfg)
-        self.packed_bytes = packing.bytes
-        self.trials = Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
-        step = list(self.trials.kernels.values()) if self.trials else kernels.noisy
-        self.kernels = {"load": [packing.kernel], "step": step, "validate": kernels.clean, "write": [self._write]}
+        self.cfg, self._packing = cfg, Packing(cfg)
+        self.places = reading.packed_places(cfg, self._packing)
+        read, validation, others = units.build(cfg, gpu.wgmma)
+        self.rows = read | validation | others
+        self.kernels = {"load": [self._packing.kernel], "step": [*read.values(), *others.values()],
+                        "validate": [*read.values(), *validation.values()], "write": list(read.values())}
 
-    def tables(self):
-        """Uploads the constant tables."""
-        cfg = self.cfg
-        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
-        clean[-1] = 0
-        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
-                      places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
-                      exps=integer_tables.exp_table(cfg),
-                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
-        self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
+    @property
+    def packed_bytes(self):
+        return self._packing.bytes
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _exps(self, clean):
-        """The table of exponentials of a head: that of validation, or that of members."""
-        return self._tables.clean_exps if clean else self._tables.exps
-
-    def _layout(self, count, room):
-        cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
-        cached = 1 if cfg.MODEL == "gru" else 2 * room
-        return ranges(dict(cache=cfg.N_LAYERS * count * cached * cfg.HIDDEN_DIM, y=12 * rows * cfg.HIDDEN_DIM))
-
-    def writing_bytes(self, count, room):
-        return self._layout(count, room)[1]
-
-    def write(self, stream, weights, packed, tokens, at, room, count, rope, memory, logits):
-        layout, tables = self._layout(count, room)[0], self._tables
-        cache, y = (memory[slice(*layout[name])] for name in ("cache", "y"))
-        last, z = self.cfg.N_LAYERS - (logits is None), tokens if logits is None else logits
-        self._write(blocks(count, self._rows), writing.THREADS, stream, tables.places, weights, packed.view(np.int32),
-                    tokens, at, room, count, last, rope, tables.exps, tables.gelu, cache, y.view(np.int32), z)
+    def reading(self, count, n, room):
+        return reading.Reading(self, room, reading.sizes(self.cfg, count, n, room))
 
 
-class Transformer(Forward):
+class Pairs(Forward):
+    """And what both models have in common of the pass over pairs. MODULE: that of the model's kernels."""
+
+    def __init__(self, cfg, gpu):
+        super().__init__(cfg, gpu)
+        self._plan = self.MODULE.Plan(cfg, self._packing)
+        self._kernels = self.MODULE.Kernels(cfg, self._packing, gpu)
+        self.kernels["step"] = self._kernels.all + (self.kernels["write"] if cfg.STATE_TOKENS else [])
+
+    @functools.cached_property
+    def _tables(self):
+        """The constant tables on the device."""
+        cfg = self.cfg
+        arrays = dict(plan=self._plan.table(), gelu=integer_tables.gelu_table(), exps=integer_tables.exp_table(cfg),
+                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
+        return SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
+
+    def reserve(self, pairs):
+        return cuda.device_array(self.scratch_bytes(pairs), np.int8)
+
+
+class Transformer(Pairs):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
     MODULE = transformer
@@ -130,19 +111,7 @@ class Transformer(Forward):
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]
 
-    def clean_scratch_bytes(self, windows, length):
-        return self.scratch_bytes(windows)
-
-    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
-                     self._kernels.clean_head)
-
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._launch(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, self._kernels.head)
-
-    def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head):
-        """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
-        model."""
         plan, kernels, tables = self._plan, self._kernels, self._tables
         length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
         a = arrays_in(scratch, kernels.layout(pairs)[0])
@@ -169,7 +138,7 @@ class Transformer(Forward):
             full_width("down", rows.down, down, layer, a.u, a.h)
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
-                      overlay, windows, width, job, offset, a.h, losses.view(np.int64))
+                      overlay, windows, width, job, offset, a.h, losses)
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -181,86 +150,63 @@ class Transformer(Forward):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        clean = head is kernels.clean_head
-        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean], kernels.at_columns,
-             table, packed, overlay, windows, width, pairs, job, offset, self._exps(clean), a.n, a.sb, losses,
-             self.cfg.SEQ_LEN)
+        kernels.head(blocks(rows, 64 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
+                     kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset, tables.exps, a.n,
+                     a.sb, losses, self.cfg.SEQ_LEN)
 
 
-class Recurrent(Forward):
-    """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
-    windows gives the states with which pairs begin."""
+class Recurrent(Pairs):
+    """The embedding; layers of recurrence and MLP; a norm and the head. The pass over rows reads the tokens before the
+    windows, and gives the states with which pairs begin."""
 
     MODULE = gru
 
-    def _state_bytes(self, pairs):
-        """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""
-        return aligned(pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM) if self.cfg.STATE_TOKENS else 0
-
     def scratch_bytes(self, pairs):
-        if not pairs:
-            return 0
-        return self._state_bytes(pairs) + max(self.clean_scratch_bytes(pairs, n)
-                                              for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
+        before = self.cfg.STATE_TOKENS
+        of_rows = reading.bytes_of(reading.sizes(self.cfg, pairs, before, before)) if before else 0
+        return self._kernels.layout(pairs, self.cfg.SEQ_LEN)[1] + of_rows
 
-    def clean_scratch_bytes(self, windows, length):
-        return self._kernels.layout(windows, length)[1] if windows else 0
+    def reserve(self, pairs):
+        before, size = self.cfg.STATE_TOKENS, self._kernels.layout(pairs, self.cfg.SEQ_LEN)[1]
+        return cuda.device_array(size, np.int8), self.reading(pairs, before, before) if before else None
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        before, states = self.cfg.STATE_TOKENS, None
-        model = stream, weights, packed, overlay, windows, windows.size // pairs
-        work = scratch[self._state_bytes(pairs):]
-        if before:
-            states = scratch[:pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
-            self._launch(*model, pairs, before, work, self._tables.no_job, states=states, keep=1)
-        self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, self._kernels.head, losses, states, before,
-                     int(before > 0))
-
-    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
-                     self._tables.no_job, 0, self._kernels.clean_head, nats)
-
-    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
-                losses=None, states=None, skip=0, begin=0, keep=0):
-        """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
-        `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
-        at the end go there. head: None, or what makes losses: int64 [units, 2]; of validation float64 [units, n]."""
         plan, kernels, table = self._plan, self._kernels, self._tables.plan
-        H = self.cfg.HIDDEN_DIM
-        packed, stride = packed.view(np.int32), rows_of_places(units * n)
-        a = arrays_in(scratch, kernels.layout(units, n)[0])
+        (work, states), width = scratch, windows.size // pairs
+        skip, n = self.cfg.STATE_TOKENS, self.cfg.SEQ_LEN
+        if states:
+            states.begin(stream)
+            states.read(stream, weights, packed, windows, width, skip)
+        packed, stride = packed.view(np.int32), rows_of_places(pairs * n)
+        a = arrays_in(work, kernels.layout(pairs, n)[0])
 
         def norm(kernel, row, out, sb):
-            kernel((units, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, tokens,
+            kernel((pairs, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, windows,
                    width, skip, job, offset, n, stride, a.x, out, sb)
 
         def product(kind, row, matrix, layer, x, out, matrices=1):
-            tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
+            tiles = blocks(2 * pairs * n, 64 * kernels.shapes[kind].RG)
             kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, row,
                                    kernels.matrices[matrix, layer], table, weights, packed, overlay, job, offset,
-                                   units, n, stride, x, a.sb, out, a.gates.size)
+                                   pairs, n, stride, x, a.sb, out, a.gates.size)
 
         for i, row in enumerate(plan.layers):
             norm(kernels.norms[min(i, 1)], row + NORM_1, a.normed, a.sb)
             product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
             # without states any array of their type will do
-            of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
-            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, row,
-                          kernels.matrices["u_f", i], table, weights, packed, overlay, tokens, width, skip, n, units,
-                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, begin, keep)
+            of_layer = states.states(i).view(np.int32) if states else table
+            kernels.recur(blocks(pairs, kernels.recur.shape.rows // 2), THREADS, stream, row,
+                          kernels.matrices["u_f", i], table, weights, packed, overlay, windows, width, skip, n, pairs,
+                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, int(skip > 0))
             norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
             product("inner", row + INNER, "w_up", i, a.normed, a.u)
             product("down", row + DOWN, "w_down", i, a.u, a.x)
-        if head is None:
-            return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
-        clean = head is kernels.clean_head
         norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
-        if not clean:                                        # the head adds to them
-            driver.device_memset(losses, 0, losses.nbytes, stream)
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
-             kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
-             a.candidates, losses, n)
+        driver.device_memset(losses, 0, losses.nbytes, stream)           # the head adds to them
+        kernels.head(blocks(pairs * n, 32 * kernels.head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles,
+                     kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset, self._tables.exps,
+                     a.gates, a.candidates, losses, n)
 
 
 def gpu_of(cfg, cc, shared_limit):
@@ -273,4 +219,4 @@ def gpu_of(cfg, cc, shared_limit):
 
 def build_forward(cfg, gpu):
     """The forward pass of a configuration on a Gpu: see the top of this file."""
-    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu)
+    return (Forward if cfg.PERTURB == "units" else Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu)

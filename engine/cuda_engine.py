@@ -31,7 +31,10 @@ from engine.kernel_cache import show, tell
 from kernels import ptx, tiles, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
+from kernels.reading import bytes_of, sizes
 from kernels.rules import TARGET, device
+from kernels.trials import Trials, chunk_sizes
+from kernels.units import logit_type, wide
 from model import integer_tables, parameters, rewards, rules, soft_targets, steps
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -47,6 +50,7 @@ ROOM = 16                   # of a text in device memory: a multiple of it
 LENGTHS = sorted(multiple << power for multiple in (2, 3) for power in range(3, 10) if multiple << power <= 1024)
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
+ROWS = 1 << 20              # positions that are validated at once, at most
 COMPILERS = 8               # processes that compile kernels at once, at most
 
 
@@ -198,7 +202,7 @@ def _choose_kernel(cfg):
             v = residue
         return v, residue
 
-    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, width, at: A32,
+    def choose(z: logit_type(cfg), exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, width, at: A32,
                present: B1):
         """Advances all sequences by one position: marks the token at position at[0] as present and, after the prompt,
         writes the next one as SPEC 10 draws it from logits z [sequences, width]. A block, of a power of two up to
@@ -392,9 +396,11 @@ def evaluating(engine):
     """The Members of an engine. Reserves device memory for a chunk; with noise on weights in slices whose scratch takes
     at most half of what is free. The result is losses or, with unit trials, what kernels.trials.Trials
     says."""
-    cfg, forward, trials = engine.cfg, engine._forward, engine._forward.trials
+    cfg, forward, trials = engine.cfg, engine._forward, engine._trials
     chunk, width = cfg.CHUNK_SIZE // cfg.MEMBERS, cfg.WINDOW
-    most, scratch = engine._slices(forward.scratch_bytes, 0 if trials else chunk, "evaluate a single pair")
+    if not trials:
+        most = engine._at_once(forward.scratch_bytes, chunk, "evaluate a single pair")
+        scratch = forward.reserve(most)
     all_windows = cuda.device_array(chunk * width, np.int32)
     all_losses = None if trials else cuda.device_array(2 * chunk, np.int64)
 
@@ -407,7 +413,7 @@ def evaluating(engine):
         def enqueue():
             cut()
             if trials:
-                return trials.launch(engine.stream, engine._weights, windows, engine._job)
+                return trials.launch(engine.stream, engine._weights, engine._packed, windows, engine._job)
             for at in range(0, count, most):
                 end = min(count, at + most)
                 forward.evaluate(engine.stream, engine._weights, engine._packed, engine._overlay,
@@ -424,7 +430,7 @@ def evaluating(engine):
 def checked_memory(cfg, forward, name):
     """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
     need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
-    need += forward.trials.bytes_needed() if forward.trials else 0
+    need += bytes_of(chunk_sizes(cfg)) if cfg.PERTURB == "units" else 0
     free = memory().free
     if need > free:
         raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
@@ -453,7 +459,6 @@ class CudaEngine:
         self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu))
         self.compile_seconds, self._tables = 0.0, soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
-        self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
 
@@ -469,8 +474,7 @@ class CudaEngine:
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         free = checked_memory(cfg, self._forward, self.name)
-        if self._forward.trials:
-            self._forward.trials.reserve()
+        self._trials = Trials(self._forward) if cfg.PERTURB == "units" else None
         self._weights = cuda.device_array(n, np.int8)
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
@@ -495,8 +499,6 @@ class CudaEngine:
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
-        if self._forward.trials:
-            self._forward.trials.pack(self.stream, self._weights)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
@@ -563,7 +565,7 @@ class CudaEngine:
         self._undo_update()
         self.begin(first, count)
         values = self._begun.pop((first, count)).wait()
-        return self._forward.trials.digits_of(values) if self._forward.trials else values.copy()
+        return self._trials.digits_of(values) if self._trials else values.copy()
 
     _members = functools.cached_property(evaluating)
 
@@ -614,12 +616,12 @@ class CudaEngine:
         return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
                                  self._tokens, self._place, self._job, *followers, windows)
 
-    def _slices(self, size, count, name):
-        """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
+    def _at_once(self, size, count, name):
+        """The number, at most `count`, whose size(n) bytes fit half of the free memory."""
         most = largest(size, count, memory().free // 2)
-        if count and not most:
+        if not most:
             raise ValueError(f"{self.name}: not enough free GPU memory to {name}")
-        return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
+        return most
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
@@ -680,14 +682,14 @@ class CudaEngine:
         self._ready("validate")
         self._undo_update()
         windows = np.ascontiguousarray(windows, np.int32)
-        forward, T = self._forward, windows.shape[1] - 1
-        most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
-                                     "validate a single window")
-        total = 0.0
-        for at in range(0, len(windows), max(1, most)):
+        T, total = windows.shape[1] - 1, 0.0
+        most = self._at_once(lambda n: bytes_of(sizes(self.cfg, n, T, T)), max(1, min(len(windows), ROWS // T)),
+                             "validate a single window")
+        reading = self._forward.reading(most, T, T)
+        for at in range(0, len(windows), most):
             part = windows[at:at + most]
             nats, tokens = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
-            forward.validate(self.stream, self._weights, self._packed, tokens, len(part), T, scratch, nats)
+            reading.validate(self.stream, self._weights, self._packed, tokens, nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T
@@ -729,16 +731,14 @@ class TextReader:
         forward, _, every = kernels(cfg, engine._capability, limit)
         engine.compile_seconds += compile_all([kernel for kernel in every["step"] if kernel in forward.kernels["step"]],
                                               engine._capability, f"{engine.name}: texts of {length} tokens")
-        self._trials = trials = forward.trials
-        trials.reserve()
+        self._trials = Trials(forward)
         self._windows = cuda.device_array(cfg.CHUNK_SIZE * (length + 1), np.int32)
         self._replay = Replay(engine.stream, self._enqueue)
-        self._fetched = Fetched(trials.arrays.result.size, np.int64)
+        self._fetched = Fetched(self._trials.arrays.result.size, np.int64)
 
     def _enqueue(self):
         engine = self._engine
-        self._trials.pack(engine.stream, engine._weights)
-        self._trials.launch(engine.stream, engine._weights, self._windows, engine._job)
+        self._trials.launch(engine.stream, engine._weights, engine._packed, self._windows, engine._job)
 
     def vote(self, first, windows, advantages, counted):
         """See CudaEngine.vote."""
@@ -761,12 +761,10 @@ class Texts:
         cfg, self._engine = engine.cfg, engine
         engine._ready("write")
         engine._undo_update()
-
-        forward, width = engine._forward, engine._forward.logit_columns
+        width = wide(cfg.VOCAB_SIZE)
 
         def size(count):
-            return (forward.writing_bytes(count, room) + count * (4 * room + width + 8) + 4 * room * cfg.HEAD_DIM
-                    + blocks(count, 32) * 128 * width)
+            return bytes_of(sizes(cfg, count, 1, room)) + count * (4 * room + width + 8) + 4 * room * cfg.HEAD_DIM
 
         count = largest(size, wanted, memory().free // 2)
         if not count:
@@ -778,23 +776,22 @@ class Texts:
         self._host = cuda.pinned_array(inputs.size, np.uint32)
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
         present = cuda.device_array(count * width, np.uint8)
-        z = cuda.device_array(blocks(count, 32) * 32 * width, np.int32)
+        self._reading = reading = engine._forward.reading(count, 1, room)
         self._fetched = Fetched(count * room, np.int32)
         self._fetched.array[:] = 0                           # every row is read, also the unused ones
-        rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
-        scratch = cuda.device_array(forward.writing_bytes(count, room), np.int8)
         few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
-        def enqueue(logits):
-            forward.write(engine.stream, engine._weights, engine._packed, tokens, at, room, count, rope, scratch,
-                          logits)
-            choose(z, engine._exps, settings, floor, draw, tokens, room, width, at, present)
+        def enqueue(wanted):
+            reading.read(engine.stream, engine._weights, engine._packed, tokens, room, 1, at)
+            if wanted:
+                reading.logits()
+            choose(reading.arrays.z, engine._exps, settings, floor, draw, tokens, room, width, at, present)
 
         self._forget = functools.partial(cuda.cudadrv.driver.device_memset, present, 0, present.nbytes, engine.stream)
         # within all prompts nobody wants logits
-        self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
+        self._advance = [Replay(engine.stream, functools.partial(enqueue, wanted)) for wanted in (False, True)]
 
     def begin(self, texts, lengths, seeds, s):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
@@ -805,6 +802,7 @@ class Texts:
         draw[number:] = self.room                            # nothing is drawn for the unused rows
         self._inputs.copy_to_device(self._host, engine.stream)
         self._forget()
+        self._reading.begin(engine.stream)
         longest, tokens = np.max(lengths), self._fetched.array
         tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]
         self._tokens.copy_to_device(tokens, engine.stream)

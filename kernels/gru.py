@@ -15,8 +15,7 @@ Rows     Two members, those of a pair, share everything but the sign of their no
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
-Validation, and the states before the windows of members, are the same pass with the noise masked out, and a window
-instead of a pair, whose members are the same then."""
+"""
 
 from typing import NamedTuple
 
@@ -174,7 +173,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, shape.least)
-    begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
+    begin_tile = begin_tile_function(gpu, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
     prepare = _prepare_function(cfg, nz, gpu, shape, as_column, fill_input)
@@ -211,8 +210,6 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
             tile = begun + turn * every
             row, unit, slot, _ = place_of(tile, t, n)
             number = (row >> 4) * 8 + (lane >> 2)
-            # where windows are shorter than SEQ_LEN there is no noise: all tables are the same
-            slot = min(slot, int32(SLOTS - 1))
             s[0] = as_row(sb[(SB_AT + matrix) * stride + row])
             s[1] = as_row(int32(-sb[(SB_AT + matrix) * stride + row + 8]))
             sums[0], sums[1] = 0, 0
@@ -494,7 +491,7 @@ def recur_kernel(cfg, nz, gpu, shape):
 
     call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them; where `keep` is 1, states go there in the end."""
+    begin with them."""
     H = cfg.HIDDEN_DIM
     BULK = gpu.wgmma
     ROWS, RAGGED = shape.rows, shape.columns != 2 * H
@@ -514,7 +511,7 @@ def recur_kernel(cfg, nz, gpu, shape):
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
-              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin, keep):
+              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * STEPS), 0, 1, packed, packed, at)
         t = ring.t
@@ -557,8 +554,7 @@ def recur_kernel(cfg, nz, gpu, shape):
         cuda.syncthreads()
         for position in range(n):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
-            # the token behind the window does not reset its last state
-            keeps = position + 1 == n or tokens[at_token + min(position + 1, n - 1)] != 0
+            keeps = tokens[at_token + min(position + 1, n - 1)] != 0
             for matrix in range(2):
                 s0 = as_row(whole_sum(at_parts, matrix, row))
                 s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
@@ -577,12 +573,6 @@ def recur_kernel(cfg, nz, gpu, shape):
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()
-        if keep == 1 and live != 0:
-            for k in range(ALL):
-                column = column_of(k, t)
-                if not RAGGED or column < H:
-                    states[int64(pair) * (H // 4) + column // 4] = ptx.read_shared(
-                        at_word + (column - q * 4) * 8)
 
     return Kernel(recur, shape.bytes + (2 * ALL * THREADS * 16 if shape.kept else 0), shape)
 
@@ -615,15 +605,15 @@ class Plan(host.Plan):
 
 
 class Kernels:
-    """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
-    noise; `matrices`, the words at which packed matrices begin."""
+    """The kernels of the recurrent model, for every width: `all` of them; `matrices`, the words at which packed
+    matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         tensors = parameters.tensors(cfg)
         named = {t.name: t for t in tensors}
         self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "units"), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg), _shapes(cfg, gpu)
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
         pieces = self.shapes["down"].KP
         self.products = {kind: _product_kernel(cfg, nz, gpu, cut, pieces) for kind, cut in self.shapes.items()}
@@ -639,12 +629,10 @@ class Kernels:
             columns = cut.columns // 2 if cut is shape else cut.columns
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, cut.KP)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
-        self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
-        layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
-        self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
+        self.head = head_kernel(cfg, nz, gpu)
+        self.all = [*self.norms, *self.products.values(), self.recur, self.norm_f, self.head]
         head = named["head"]
-        self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns, kernel.shape.KP)
-                         for kernel in (self.head, self.clean_head)]
+        self.at_tiles = packing.add(head, PLAIN, self.head.shape.columns, self.head.shape.KP)
         self.at_columns = packing.add(head, ROWS, head.cols, head.rows)
 
     def layout(self, units, n):

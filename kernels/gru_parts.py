@@ -32,8 +32,8 @@ W_F, W_H = 0, 4
 W_UP, W_DOWN_INPUT = 0, 4
 # of RECUR, where a matrix is followed by its input side
 B_F, B_H = 0, 4
-U_F, U_H = 8, 13
-U_INPUT = 3
+U_F, U_H = 8, 12
+U_INPUT = 2
 B_APART, U_APART = B_H - B_F, U_H - U_F
 
 

@@ -1,13 +1,12 @@
 """The output head of both models."""
 
-import math
 from types import SimpleNamespace
 
-from numba import cuda, float64, int32, int64, uint32, uint64
+from numba import cuda, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
-from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
+from kernels.host import Kernel
+from kernels.parts import (A32, A64, A8, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
                            quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
@@ -44,7 +43,7 @@ def _sizes(cfg, gpu):
         RAGGED=V % (128 * shape.CG) != 0)
 
 
-def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
+def _tile_functions(cfg, gpu, sizes, column, as_column, BASE):
     """(BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups): device functions of a tile's noise in
     shared memory, of levels, and of the sums of the weights of a thread's two rows; and where levels begin: at the BASE
     of `begin_functions`, except in the recurrent model."""
@@ -56,7 +55,6 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
     RAGGED, PLACED = sizes.RAGGED, sizes.PLACED
     ENTRY = 4 * sizes.COPIES
     CG, AT_PARTS = sizes.shape.CG, sizes.AT_PARTS
-    SUM = int64 if clean else uint32
     quotient = None
     if PAIRED:
         BASE, quotient = quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE)
@@ -80,10 +78,8 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
         return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
 
     @gpu.called
-    def weight(top, a, last, at, exps):
+    def weight(top, a, last, at):
         """EXP of the distance from level a to the `settled` top."""
-        if clean:
-            return exps[uint64(min(uint32(top - logit(a)), uint32(CLEAN_EXPS - 1)))]
         if PAIRED:
             return ptx.load_shared(top - quotient(a) * ENTRY)
         below = min(uint32(top - a), uint32(last))
@@ -93,9 +89,7 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
 
     @device
     def settled(top, table):
-        """The highest logit of validation; of members the highest level with the same logit."""
-        if clean:
-            return logit(top)
+        """The highest level with the same logit, as `weight` takes it."""
         return int32((quotient(top) * ENTRY if PAIRED else top | ONES) + table)
 
     @gpu.device
@@ -112,18 +106,18 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
         return hidden
 
     @gpu.device
-    def add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp, exps):
+    def add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp):
         """totals += the weights of a tile's columns, of which the last `hidden` are beyond the vocabulary."""
-        partial[0], partial[1] = SUM(0), SUM(0)
+        partial[0], partial[1] = uint32(0), uint32(0)
         for j in range(16):
             for e in range(2):
                 for half in range(2):
-                    w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
-                    partial[half] = SUM(partial[half] + SUM(w))
+                    w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
+                    partial[half] = uint32(partial[half] + uint32(w))
         for half in range(2):
             totals[half] += int64(partial[half])
             if RAGGED and limit < 128:
-                totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
+                totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp)
 
     @gpu.device
     def add_groups(totals, wide, row, rg, side, q):
@@ -143,12 +137,11 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
     return BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups
 
 
-def _loss_functions(cfg, gpu, column, logit, BASE, clean):
+def _loss_functions(cfg, gpu, column, logit, BASE):
     """(target_logits, store_loss), device functions: the loss of a position."""
     H = cfg.HIDDEN_DIM
     PAIRED = cfg.MODEL == "gru"
-    SCALE, SHIFT = float(cfg.SOFTMAX_EXP_SCALE), cfg.NOISE_SHIFT
-    TARGETS, SKIP = (1, 0) if clean else (cfg.TARGETS, cfg.STATE_TOKENS)
+    SHIFT, TARGETS, SKIP = cfg.NOISE_SHIFT, cfg.TARGETS, cfg.STATE_TOKENS
     loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
     BIT, UNIT, UNIT_OF_DISTANCE = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg), 256 // cfg.TARGETS
 
@@ -162,13 +155,9 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
         for half in range(2):
             window, here = scored(half, unit, position)
             if window < count and here < length:
-                if clean:
-                    losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
-                                                      + float(int32(best[half] - z[half])) / SCALE)
-                else:
-                    # of several targets: their number times the largest, and the sum of theirs
-                    loss = loss_of(totals[half], int32(TARGETS * best[half]), z[half], BIT, UNIT, UNIT_OF_DISTANCE)
-                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
+                # of several targets: their number times the largest, and the sum of theirs
+                loss = loss_of(totals[half], int32(TARGETS * best[half]), z[half], BIT, UNIT, UNIT_OF_DISTANCE)
+                cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.called
     def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q):
@@ -196,7 +185,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
     return target_logits, store_loss
 
 
-def head_kernel(cfg, nz, gpu, clean=False):
+def head_kernel(cfg, nz, gpu):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
     threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
@@ -206,15 +195,11 @@ def head_kernel(cfg, nz, gpu, clean=False):
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
-    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
-    windows; exps: int64 exponentials of logit differences (host.CLEAN_ONE), so that sums do not depend on their order.
-
-    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
+    The columns of the embedding are not permuted, as in generation, but the noise of a tile is: see
     `slot_of`."""
     PAIRED = cfg.MODEL == "gru"
     V = cfg.VOCAB_SIZE
     LENGTH = padded_length(cfg)
-    SUM = int64 if clean else uint32
     sizes = _sizes(cfg, gpu)
     COPIES, STRIDE, EXPS = sizes.COPIES, sizes.STRIDE, sizes.EXPS
     PLACED, FARTHEST = sizes.PLACED, sizes.FARTHEST
@@ -228,14 +213,14 @@ def head_kernel(cfg, nz, gpu, clean=False):
     column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
     BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
-        cfg, gpu, sizes, column, as_column, BASE, clean)
-    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
-    target_logits, store_loss = _loss_functions(cfg, gpu, column, logit, BASE, clean)
+        cfg, gpu, sizes, column, as_column, BASE)
+    begin_tile = begin_tile_function(gpu, begin, BASE)
+    target_logits, store_loss = _loss_functions(cfg, gpu, column, logit, BASE)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, width, count, job: AU32,
-             offset, exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, length):
+             offset, exps: A32, x: A32, sb: A32, losses: A64, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile = cuda.blockIdx.x
@@ -247,10 +232,9 @@ def head_kernel(cfg, nz, gpu, clean=False):
         q = lane & 3
         side = group % CG
         rg = group // CG
-        if not clean:
-            for i in range(t, EXPS, THREADS):
-                exp[i] = exps[i // STRIDE]
-            cuda.syncthreads()
+        for i in range(t, EXPS, THREADS):
+            exp[i] = exps[i // STRIDE]
+        cuda.syncthreads()
         row, member, slot, sign = place_of(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
@@ -262,7 +246,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
             table = at_exp
         acc = int32s(64)
         totals = cuda.local.array(2, int64)
-        partial = cuda.local.array(2, SUM)
+        partial = cuda.local.array(2, uint32)
         s, z = int32s(2), int32s(2)
         tops, best = int32s(2), int32s(2)
         for half in range(2):
@@ -302,7 +286,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
                     for half in range(2):
                         best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
             else:
-                add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp, exps)
+                add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp)
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s)
         add_groups(totals, wide, row, rg, side, q)
         if q == 0 and side == 0:

@@ -5,11 +5,8 @@ import inspect
 import numpy as np
 from numba import cuda, int32, int64
 
-from kernels.parts import A32, PLAN, SIGNS, aligned, blocks
+from kernels.parts import A32, PLAN, SIGNS, aligned, blocks, byte
 from model import parameters
-
-# entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
-CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
 
 
 class Kernel:
@@ -35,18 +32,19 @@ class Kernel:
 # 16], with zeros in columns beyond the matrix. QUADS: with the columns permuted within 16, so that a thread's four
 # accumulators of 16 columns are neighbours. UP, DOWN: the same, and the hidden units of an MLP in blocks of 128, units
 # i + sub * H of 32 neighbouring i. ROWS: the columns one after the other, in the order of kernels.gru, as bytes + 128.
+# BACK: the transposed matrix, as QUADS. `width` is a part of the K inputs of a column, or K and zeros behind it.
 PLAIN = 0
 QUADS = 1
 UP = 2
 DOWN = 3
 ROWS = 4
-PLAIN_COLUMNS = 128                         # validation and writing pad a matrix to a multiple of it
+BACK = 5
 
 
 def _pack_kernel(H):
     """Words from `target` on of a canonical matrix [K / 4, n, 4] from word `source` on. One thread per word."""
     @cuda.jit(launch_bounds=256)
-    def pack(weights: A32, packed: A32, source, target, order, n, columns, width, size):
+    def pack(weights: A32, packed: A32, source, target, order, K, n, columns, width, size):
         i = cuda.grid(1)
         if i < size:
             if order == ROWS:
@@ -58,36 +56,38 @@ def _pack_kernel(H):
                 col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
                 if order != PLAIN:
                     col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
-            known = col < n
-            if order == UP:
-                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
-            if order == DOWN:
-                k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
-            word = weights[source + k4 * n + col] if known else int32(0)
+            word = int32(0)
+            if order == BACK:
+                for e in range(4):
+                    if col < K and 4 * k4 + e < n:
+                        of_output = weights[source + (col >> 2) * n + 4 * k4 + e]
+                        word |= (byte(of_output, col & 3) & 255) << int32(8 * e)
+            elif col < n and 4 * k4 < K:
+                if order == UP:
+                    col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+                if order == DOWN:
+                    k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
+                word = weights[source + k4 * n + col]
             packed[target + i] = int32(word ^ SIGNS) if order == ROWS else word
     return Kernel(pack)
 
 
 class Packing:
-    """The packed array: first the matrices of kernels.writing, `at` these words; then what `add` appends. And the
-    kernel that packs them."""
+    """The packed array, of what `add` appends, and the kernel that packs it."""
 
     def __init__(self, cfg):
-        self.at = {}
         self.bytes = 0
         self._copies = []
         self._added = {}
         self.kernel = _pack_kernel(cfg.HIDDEN_DIM)
-        for t in parameters.tensors(cfg):
-            if t.product:
-                self.at[t.name, t.layer] = self.add(t, PLAIN, blocks(t.cols, PLAIN_COLUMNS) * PLAIN_COLUMNS, t.rows)
 
     def add(self, t, order, columns, width):
         """Appends the matrix of a tensor, if it is not there already; the word at which it begins."""
-        at, size = self.bytes // 4, t.rows * columns // 4
+        inputs = t.cols if order == BACK else t.rows
+        at, size = self.bytes // 4, columns * blocks(inputs, width) * width // 4
         if (first := self._added.setdefault((t.weights, order, columns, width), at)) != at:
             return first
-        self._copies.append((t.weights // 4, at, order, t.cols, columns, width, size))
+        self._copies.append((t.weights // 4, at, order, t.rows, t.cols, columns, width, size))
         self.bytes += 4 * size
         return at
 
@@ -124,7 +124,7 @@ class Plan:
 
     def matrix(self, name, layer):
         t = self._tensors[name, layer]
-        return [self._packing.at[name, layer], t.seed_a, t.overlay_a]
+        return [t.seed_a, t.overlay_a]
 
     def input(self, name, layer):
         t = self._tensors[name, layer]

@@ -218,7 +218,7 @@ def wgmma_descriptor(K):
 # transformer (transformer._norm_kernel) and the attention (finish) divide many numbers by one, whose reciprocal they
 # know; the recurrent model (gru.early_noise_quotients) puts the noise into the accumulators before the product; its
 # norm divides by a sum of the run and rounds down (gru_parts.normed_function; rules.NORMS.quotient, in
-# kernels.writing).
+# kernels.units).
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 

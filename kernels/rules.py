@@ -1,7 +1,7 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7); and
 parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables.
 
-A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), three of a matrix (M_...) and two of the
+A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), two of a matrix (M_...) and two of the
 input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
 noise scales begin in the overlay."""
 
@@ -14,7 +14,7 @@ from kernels import ptx
 from model import integer_tables, parameters, rules
 
 W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
-M_PACKED, M_SEED, M_OVERLAY = range(3)
+M_SEED, M_OVERLAY = range(2)
 I_SEED, I_OVERLAY = range(2)
 
 device = cuda.jit(device=True, inline=True)
@@ -44,9 +44,8 @@ def loudest(cfg):
     return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
 
 
-def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, for
-    passes without noise on weights.
+def build_noise(cfg):
+    """Device functions of the noise streams, constants frozen.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
@@ -66,8 +65,6 @@ def build_noise(cfg, silent=False):
 
     @device
     def noise(seed, i):
-        if silent:
-            return int32(0)
         return draw(hash32(seed, i), MASK)
 
     @device
@@ -78,8 +75,7 @@ def build_noise(cfg, silent=False):
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient,
-                       whole=whole, silent=silent)
+    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient, whole=whole)
     return scale
 
 
@@ -109,7 +105,7 @@ def stream_of(source, at, pair):
 
 
 def pair_functions(cfg, nz):
-    """(column, vector), device functions of a Source, with the noise masked by job[2] as int32: -1, or 0 in validation.
+    """(column, vector), device functions of a Source, with the noise masked by job[2] as int32: -1, or 0.
 
     column(source, pair, i, at)     noise of column i of the matrix at plan[at]
     vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it

@@ -1,5 +1,4 @@
 """The kernels of the transformer except those of kernels.attention and kernels.head, its plan, and its scratch memory.
-Validation takes the same kernels with the noise masked out, and a head of its own.
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -349,7 +348,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     as_row, as_column, begin, BASE = begin_functions(
         cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
-    begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
+    begin_tile = begin_tile_function(gpu, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address, folded = _unit_functions(cfg, nz, gpu, COPIES, BASE)
 
@@ -674,7 +673,8 @@ class Plan(host.Plan):
         table = self._tensors["embedding", 0]
         self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
                                 {BIAS: self.vector("emb_bias", 0),
-                                 TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
+                                 TABLE: [packing.add(table, PLAIN, blocks(table.cols, 8) * 8, table.rows),
+                                         table.overlay_a, table.overlay_b]})
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
         self.layers = []
         for i in range(cfg.N_LAYERS):
@@ -701,20 +701,18 @@ class Plan(host.Plan):
 
 
 class Kernels:
-    """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
-    which their packed matrices begin."""
+    """The kernels of a configuration: `all` of them; `matrices`: the words at which their packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "units")
+        self.cfg, nz = cfg, build_noise(cfg)
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams) for streams in (1, 3)}
         self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
         self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)
-        self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
-        both = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]
-        self.noisy, self.clean = [*both, self.head], [*both, self.clean_head]
+        self.head = head_kernel(cfg, nz, gpu)
+        self.all = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention, self.head]
         qkv, up, down = (QUADS, self.full_width["qkv"]), (UP, self.up), (DOWN, self.full_width["down"])
         used = dict(embedding=(PLAIN, self.head), w_q=qkv, w_k=qkv, w_v=qkv, w_o=(QUADS, self.full_width["o"]),
                     w_up=up, w_emb_mlp_up=up, w_down=down, w_emb_mlp_down=down)
@@ -723,7 +721,7 @@ class Kernels:
             order, kernel = used[t.name]
             self.matrices[t.name, t.layer] = packing.add(t, order, kernel.shape.columns, kernel.shape.KP)
             if t.name == "embedding":
-                self.at_tiles = [self.matrices[t.name, 0]] * 2           # of both heads
+                self.at_tiles = self.matrices[t.name, 0]
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):

@@ -1,25 +1,14 @@
 """Unit trials on a GPU: the arrays of a chunk and the launches of kernels.units, from its windows to its digits."""
 
-from types import SimpleNamespace
-
 import numpy as np
 from numba import cuda
 
-from kernels.parts import A8, A16, A32, blocks
+from kernels import reading
+from kernels.parts import blocks
 from kernels.tiles import DEPTH, THREADS, TILE
-from kernels.units import BINS, BLOCK, HEAD_BLOCK, HEAD_ROWS, TURNS, WARPS, build, logit_type, wide
+from kernels.units import BINS, BLOCK, HEAD_BLOCK, HEAD_ROWS, TURNS, wide
 from kernels.update import SPLIT
-from model import integer_tables, parameters, units
-
-
-def packed_places(cfg):
-    """({matrix: (first byte of its rows for outputs, and of those for inputs)}, bytes of all). Rows for outputs of
-    matrices with one input lie side by side."""
-    tensors, together = parameters.tensors(cfg), ("w_f", "w_h") if cfg.MODEL == "gru" else ("w_q", "w_k", "w_v")
-    first = [t for layer in range(cfg.N_LAYERS) for t in tensors if t.layer == layer and t.name in together]
-    matrices = first + [t for t in tensors if t.matrix and t not in first]
-    ends = np.cumsum([0] + [wide(t.rows) * wide(t.cols) for t in matrices + matrices]).tolist()
-    return {t: (ends[k], ends[len(matrices) + k]) for k, t in enumerate(matrices)}, ends[-1]
+from model import parameters, units
 
 
 def vote_tiles(matrices, positions):
@@ -33,27 +22,18 @@ def vote_tiles(matrices, positions):
     return np.array(tiles, np.int32)
 
 
-def sizes(cfg, R):
-    """{name: (numbers, dtype)} of the arrays, of R rows."""
-    gru, L = cfg.MODEL == "gru", cfg.N_LAYERS
+def chunk_sizes(cfg):
+    """{name: (numbers, dtype)} of the arrays."""
+    gru, n = cfg.MODEL == "gru", max(cfg.SEQ_LEN, cfg.STATE_TOKENS)
     S, S4, VS = (wide(n) for n in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, cfg.VOCAB_SIZE))
     squares = 1 if gru else cfg.CHUNK_SIZE * cfg.N_HEADS * cfg.SEQ_LEN ** 2
-    norms, mlps = 2 * L + (1 if gru else 2), L + (0 if gru else 1)
-    per = 2 if gru else 3
-    z = {A8: np.int8, A16: np.int16, A32: np.int32}[logit_type(cfg)]
-    return dict(
-        packed=(packed_places(cfg)[1], np.int8), h=(R * S, np.int8), normed=(norms * R * S, np.int8),
-        means=(norms * R, np.int32), before=(mlps * R * S4, np.int8), inner=(mlps * R * S4, np.int8),
-        scales=((mlps + L) * R, np.float32), ones=(per * R, np.float32), y=(R * max(per * S, S4), np.int32),
-        z=(min(HEAD_ROWS, R) * VS, z), errors=(R * VS, np.int8), losses=(R, np.int64), c=(R * S, np.float32),
+    per, R = 2 if gru else 3, wide(cfg.CHUNK_SIZE * n)
+    return reading.sizes(cfg, cfg.CHUNK_SIZE, n, cfg.SEQ_LEN, apart=True) | dict(
+        ones=(per * R, np.float32), errors=(R * VS, np.int8), losses=(R, np.int64), c=(R * S, np.float32),
         credits=(R * max(per * S, S4), np.int8), exponents=(per * R, np.int32), zeros=(R, np.int32),
         counts=(per * BINS, np.int32), tops=(per, np.int32), parts=(R * per * S, np.float32),
-        qkv=(1 if gru else L * R * 3 * S, np.int8), shares=(1 if gru else L * squares, np.int16),
-        attended=(1 if gru else L * R * S, np.int8), qkv_scales=(1 if gru else L * 3 * R, np.float32),
-        read=(1 if gru else R * S, np.int16), trials=(squares, np.float32),
-        window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
-        gates=(R * 2 * S if gru else 1, np.int8), kept=(4 * L * R * S if gru else 1, np.int8),
-        states=(cfg.CHUNK_SIZE * cfg.HIDDEN_DIM * L if gru else 1, np.int8),
+        shares=(1 if gru else cfg.N_LAYERS * squares, np.int16), read=(1 if gru else R * S, np.int16),
+        trials=(squares, np.float32), window_tops=(2 * cfg.CHUNK_SIZE * cfg.N_HEADS, np.int32),
         operand=((VS + 8 * S) * (blocks(cfg.CHUNK_SIZE * cfg.SEQ_LEN, SPLIT) + 1) * SPLIT // 4, np.int32),
         weights=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int8), votes=(cfg.CHUNK_DIGITS, np.int32),
         digits=(cfg.CHUNK_DIGITS, np.int8),
@@ -65,38 +45,21 @@ def reciprocal(divisor):
     return int((np.float32(1) / np.float32(divisor)).view(np.int32))
 
 
-class Trials:
-    """The device arrays and launches of a chunk. `reserve` on the device, `pack` after every change of the weights,
-    `launch` a chunk; then arrays.result holds the loss, the sizes of votes and the packed digits (digits_of). Of the
-    arrays, weights int8 [windows * SEQ_LEN] are those of the positions in 7ths: all 7 unless somebody sets them (SPEC
-    22)."""
+class Trials(reading.Reading):
+    """The device arrays and launches of a chunk: `launch` it; then arrays.result holds the loss, the sizes of votes and
+    the packed digits (digits_of). Of the arrays, weights int8 [windows * SEQ_LEN] are those of the positions in 7ths:
+    all 7 unless somebody sets them (SPEC 22)."""
 
-    def __init__(self, cfg, wgmma):
-        self.cfg, self.kernels = cfg, build(cfg, wgmma)
-        self.gru, self._tensors = cfg.MODEL == "gru", parameters.tensors(cfg)
-        self._named = {(t.name, t.layer): t for t in self._tensors}
-        self.rows = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-        self.padded = wide(max(self.rows, cfg.CHUNK_SIZE * cfg.STATE_TOKENS))
-        self.S, self.S4, self.VS = wide(cfg.HIDDEN_DIM), wide(4 * cfg.HIDDEN_DIM), wide(cfg.VOCAB_SIZE)
-        self._packed, self.packed_bytes = packed_places(cfg)
-
-    def bytes_needed(self):
-        return sum(count * np.dtype(kind).itemsize for count, kind in sizes(self.cfg, self.padded).values())
-
-    def reserve(self):
-        """Reserves the arrays, all 0 but `ones` and the weights, and uploads the tables."""
-        cfg = self.cfg
-        made = {name: cuda.device_array(count, kind) for name, (count, kind) in sizes(cfg, self.padded).items()}
-        for array in made.values():
-            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, 0)
-        self.arrays = a = SimpleNamespace(**made)
+    def __init__(self, forward):
+        cfg = forward.cfg
+        super().__init__(forward, cfg.SEQ_LEN, chunk_sizes(cfg))
+        self.rows, a = cfg.CHUNK_SIZE * cfg.SEQ_LEN, self.arrays
         a.ones.copy_to_device(np.ones(a.ones.size, np.float32))
         a.weights.copy_to_device(np.full(a.weights.size, units.FULL, np.int8))
         of_tensors = np.array([x for t in self._tensors for x in (t.weights, t.size)], np.int64)
-        tables = dict(exps=integer_tables.exp_table(cfg), gelu=integer_tables.gelu_table(), of_tensors=of_tensors,
-                      trials=units.trial_tables(cfg)[1], cuts=units.trial_tables(cfg)[0],
-                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
-        self.tables = SimpleNamespace(**{name: cuda.to_device(table) for name, table in tables.items()})
+        tables = dict(of_tensors=of_tensors, trials=units.trial_tables(cfg)[1], cuts=units.trial_tables(cfg)[0],
+                      skip=np.array([cfg.STATE_TOKENS], np.int32))
+        vars(self.tables).update({name: cuda.to_device(table) for name, table in tables.items()})
         self._totals, digits = a.result[:1 + len(self._tensors)], a.result[1 + len(self._tensors):].view(np.uint8)
         self._digits = digits[:cfg.CHUNK_BYTES]
         self._tiles = {}
@@ -105,113 +68,26 @@ class Trials:
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
         return result[1 + len(self._tensors):].tobytes()[:self.cfg.CHUNK_BYTES], int(result[0])
 
-    def _launch(self, name, work, *arguments, threads=BLOCK, high=1):
-        """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
-        self.kernels[name]((blocks(work, threads), high), threads, self._stream, *arguments)
-
-    def _rows(self, name, *arguments, high=1, turns=1):
-        """A kernel with a warp for a row, or for `turns` rows."""
-        self.kernels[name]((blocks(self._count, WARPS * turns), high), BLOCK, self._stream, *arguments)
-
-    def pack(self, stream, weights):
-        self._stream, packed = stream, self.arrays.packed.view(np.int32)
-        for t, (forward, back) in self._packed.items():
-            self._launch("pack", t.rows // 4 * blocks(t.cols, 4), weights.view(np.int32), t.weights // 4, t.rows,
-                         t.cols, packed, forward // 4, wide(t.rows) // 4, back // 4, wide(t.cols) // 4)
-
-    def _product(self, kernel, x, x_bytes, tensor, *arguments, back=False, columns=0):
-        """A product of rows x of x_bytes with a matrix, or with the transposed one; the last arguments are the
-        kernel's. columns: of the result, where several matrices lie side by side."""
-        inputs, outputs = (tensor.cols, tensor.rows) if back else (tensor.rows, tensor.cols)
-        grid = (columns or wide(outputs)) // TILE, blocks(self._count, TILE)
-        self.kernels[kernel](grid, THREADS, self._stream, x.view(np.int32), x_bytes // 4,
-                             self.arrays.packed.view(np.int32), self._packed[tensor][back] // 4, wide(inputs) // 4,
-                             wide(inputs) // DEPTH, *arguments)
-
-    def launch(self, stream, weights, windows, job):
-        """Fills arrays.result. weights: all, int8; windows int32, flat, as model.soft_targets.windows; job uint32: seed
-        of the step, number of the first window."""
+    def launch(self, stream, weights, packed, windows, job):
+        """Fills arrays.result. weights, packed: see egg_kernels; windows int32, flat, as model.soft_targets.windows;
+        job uint32: seed of the step, number of the first window."""
         cfg, a = self.cfg, self.arrays
-        self._stream, self._weights, self._windows = stream, weights, windows
-        self._count = self.rows
-        for sums in self._totals, a.votes, a.c, a.states:
+        model = stream, weights, packed, windows, cfg.WINDOW
+        for sums in self._totals, a.votes, a.c:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        read = self._read_recurrent if self.gru else self._read_transformer
+        self.begin(stream)
         if cfg.STATE_TOKENS:
-            self._count = cfg.CHUNK_SIZE * cfg.STATE_TOKENS
-            read(0, cfg.STATE_TOKENS)
-            self._count = self.rows
-        read(cfg.STATE_TOKENS, cfg.SEQ_LEN)
+            self.read(*model, cfg.STATE_TOKENS)
+        self.read(*model, cfg.SEQ_LEN, self.tables.skip)
         self._head(job)
         (self._down_recurrent if self.gru else self._down_transformer)()
         embedding = self._named["embedding", 0]
         self._launch("token_votes", self._count * cfg.HIDDEN_DIM, a.credits, a.exponents, a.tops, windows, self._count,
                      embedding.weights, a.votes)
-        of_tensors, sizes, tensors = self.tables.of_tensors, self._totals[1:], len(self._tensors)
-        self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, sizes, high=tensors)
-        self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, sizes, a.digits, high=tensors)
+        of_tensors, votes, tensors = self.tables.of_tensors, self._totals[1:], len(self._tensors)
+        self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, votes, high=tensors)
+        self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, votes, a.digits, high=tensors)
         self._launch("pack_digits", self._digits.size, a.digits, self._digits)
-
-    def _part(self, name, number, size):
-        return getattr(self.arrays, name)[number * size:(number + 1) * size]
-
-    def _normed(self, number):
-        return self._part("normed", number, self.padded * self.S)
-
-    def _means(self, number):
-        return self._part("means", number, self.padded)
-
-    def _scale(self, number):
-        return self._part("scales", number, self.padded)
-
-    # forward
-
-    def _read_norm(self, number, name, layer):
-        named = self._named
-        bias = -1 if self.gru else named[name + "_bias", layer].weights
-        self._rows("norm", self.arrays.h.view(np.int32), self._weights, named[name, layer].weights, bias, self._count,
-                   self._normed(number).view(np.int32), self._means(number))
-
-    def _read_mlp(self, number, norm, layer, weights, biases):
-        a, cfg, named = self.arrays, self.cfg, self._named
-        before, inner = (self._part(name, number, self.padded * self.S4) for name in ("before", "inner"))
-        bias_up, bias_down = (-1 if self.gru else named[biases + end, layer].weights for end in ("up", "down"))
-        self._product("product", self._normed(norm), self.S, named[weights + "up", layer], a.y, self.S4)
-        self._launch("inner", self._count * cfg.HIDDEN_DIM, a.y, self._weights, bias_up, self.tables.gelu, self._count,
-                     before.view(np.int32), inner.view(np.int32))
-        self._product("product", inner, self.S4, named[weights + "down", layer], a.y, self.S)
-        self._rows("residual", a.y, cfg.SHIFT_MLP_DOWN, self._weights, bias_down, self._count, a.h.view(np.int32),
-                   self._scale(number))
-
-    def _embed(self, skip, n):
-        a, named = self.arrays, self._named
-        bias = -1 if self.gru else named["emb_bias", 0].weights
-        self._rows("embed", a.packed.view(np.int32), self._packed[named["embedding", 0]][0] // 4, self._weights, bias,
-                   self._windows, skip, n, self._count, a.h.view(np.int32))
-
-    def _read_transformer(self, skip, n):
-        cfg, a, named = self.cfg, self.arrays, self._named
-        L = cfg.N_LAYERS
-        self._embed(skip, n)
-        self._read_norm(0, "ln_init", 0)
-        self._read_mlp(0, 0, 0, "w_emb_mlp_", "mlp_emb_bias_")
-        for layer in range(L):
-            self._read_norm(1 + 2 * layer, "ln_1", layer)
-            qkv, attended = self._qkv(layer), self._part("attended", layer, self.padded * self.S)
-            self._product("product", self._normed(1 + 2 * layer), self.S, named["w_q", layer], a.y, 3 * self.S,
-                          columns=3 * self.S)
-            self._rows("quantise", a.y, self.tables.rope, self._count, self.padded, qkv.view(np.int32),
-                       self._part("qkv_scales", layer, 3 * self.padded), high=3)
-            self._heads("attend", qkv.view(np.int32), qkv, self.tables.exps, self._shares(layer), attended)
-            self._product("product", attended, self.S, named["w_o", layer], a.y, self.S)
-            self._rows("residual", a.y, cfg.SHIFT_OUT, self._weights, -1, self._count, a.h.view(np.int32),
-                       self._scale(1 + L + layer))
-            self._read_norm(2 + 2 * layer, "ln_2", layer)
-            self._read_mlp(1 + layer, 2 + 2 * layer, layer, "w_", "mlp_bias_")
-        self._read_norm(1 + 2 * L, "ln_f", 0)
-
-    def _qkv(self, layer):
-        return self._part("qkv", layer, 3 * self.padded * self.S)
 
     def _shares(self, layer):
         return self._part("shares", layer, self.arrays.trials.size)
@@ -220,42 +96,20 @@ class Trials:
         """A kernel with a block a head of a window."""
         self.kernels[name]((self.cfg.CHUNK_SIZE, self.cfg.N_HEADS), BLOCK, self._stream, *arguments)
 
-    def _kept(self, layer):
-        """States before a position, gates, gated states, candidates."""
-        return [self._part("kept", 4 * layer + k, self.padded * self.S) for k in range(4)]
-
-    def _read_recurrent(self, skip, n):
-        cfg, a, named = self.cfg, self.arrays, self._named
-        self._embed(skip, n)
-        for layer in range(cfg.N_LAYERS):
-            self._read_norm(2 * layer, "ln_1", layer)
-            self._product("scaled", self._normed(2 * layer), self.S, named["w_f", layer], a.gates.view(np.int32),
-                          2 * self.S, columns=2 * self.S)
-            matrices = (named[name, layer].weights // 4 for name in ("u_f", "u_h"))
-            biases = (named[name, layer].weights for name in ("b_f", "b_h"))
-            states = self._part("states", layer, cfg.CHUNK_SIZE * cfg.HIDDEN_DIM)
-            self._launch("recur", blocks(cfg.CHUNK_SIZE, 8) * cfg.HIDDEN_DIM, a.gates, self._weights.view(np.int32),
-                         self._weights, *matrices, *biases, self._windows, skip, n, cfg.CHUNK_SIZE, states,
-                         *self._kept(layer), a.h, threads=cfg.HIDDEN_DIM)
-            self._read_norm(2 * layer + 1, "ln_2", layer)
-            self._read_mlp(layer, 2 * layer + 1, layer, "w_", "")
-        self._read_norm(2 * cfg.N_LAYERS, "ln_f", 0)
+    def _attend(self, layer, qkv, attended):
+        self._heads("attend", qkv.view(np.int32), qkv, self.tables.exps, self._shares(layer), attended)
 
     # back
 
     def _head(self, job):
         """Losses, errors, the votes on the head, and in a.y the credits of its inputs."""
-        cfg, a, head = self.cfg, self.arrays, self._named["head" if self.gru else "embedding", 0]
-        normed = self._normed(2 * cfg.N_LAYERS + (0 if self.gru else 1))
-        every = self._count
-        for first in range(0, every, HEAD_ROWS):
-            self._count = min(HEAD_ROWS, every - first)
-            self._product("scaled", normed[first * self.S:], self.S, head, a.z.view(np.int32), self.VS)
-            self.kernels["errors"](self._count, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._windows, job,
+        a, head = self.arrays, self._named["head" if self.gru else "embedding", 0]
+        for first in range(0, self._count, HEAD_ROWS):
+            rows = self.logits(first)
+            self.kernels["errors"](rows, HEAD_BLOCK, self._stream, a.z.view(np.int32), first, self._tokens, job,
                                    self.tables.exps, a.weights, a.errors.view(np.int32), a.errors, a.losses)
-        self._count = every
-        self._launch("add_losses", blocks(every, 4), a.losses, every, a.result)
-        self._vote([(head, a.errors, self.VS, 0, 0, -1)], normed, self.S)
+        self._launch("add_losses", blocks(self._count, 4), a.losses, self._count, a.result)
+        self._vote([(head, a.errors, self.VS, 0, 0, -1)], self._last_normed(), self.S)
         self._product("product", a.errors, self.VS, head, a.y, self.S, back=True)
 
     def _vote(self, groups, inputs, inputs_bytes):
@@ -354,7 +208,7 @@ class Trials:
             self._down_mlp(layer, 2 * layer + 1, layer, "w_", divisors=(narrow, broad))
             self._descend(1, a.exponents, 0, less, "ln_2", layer, 2 * layer + 1, a.ones)
             before, gates, past, candidates = self._kept(layer)
-            self._launch("through_states", cfg.CHUNK_SIZE * cfg.HIDDEN_DIM, a.c, self._windows, cfg.STATE_TOKENS,
+            self._launch("through_states", cfg.CHUNK_SIZE * cfg.HIDDEN_DIM, a.c, self._tokens, cfg.STATE_TOKENS,
                          cfg.SEQ_LEN, cfg.CHUNK_SIZE, before, gates, candidates, self.tables.cuts, a.parts)
             self._side_by_side("fh", layer, 2 * layer, a.ones)
             for k, (name, inputs) in enumerate((("u_f", before), ("u_h", past))):

@@ -1,22 +1,25 @@
-"""Unit trials (SPEC 21) on a GPU, for both models: a forward pass over the windows of a chunk, the head's errors, the
-transposed pass, and votes.
+"""The forward pass without noise on a GPU, for both models, which validates and writes texts; and unit trials (SPEC
+21): the head's errors, the transposed pass, and votes.
 
-Arrays of activations and credits are row-major: row w * SEQ_LEN + t is position t of window w. Rows are padded with
-zeros to `wide` bytes, and their number to a multiple of TILE, so that products have whole tiles. A matrix is packed
-twice: a row for every output, for the forward pass, and a row for every input, for the transposed one.
+Arrays of activations and credits are row-major: with n positions at a time, row w * n + t is the t-th of sequence w, a
+window or a text. Rows are padded with zeros to `wide` bytes, and their number to a multiple of TILE, so that products
+have whole tiles. A matrix is packed twice: a row for every output, for the forward pass, and a row for every input, for
+the transposed one.
 
 Votes are products over positions, by the kernel of the update with its operand layout (kernels.update.place): an
 operand row for every input of a matrix and for every credit.
 """
+
+import math
 
 import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A8, A16, A32, A64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
+from kernels.parts import (A8, A16, A32, A64, AF64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
-from kernels.rules import NORMS, TARGET, device
+from kernels.rules import NORMS, TARGET, build_noise, device, ntt_functions
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import place, products_kernel, vote_index
@@ -29,6 +32,8 @@ HEAD_WARPS = 8
 HEAD_ROWS = 1 << 13          # positions whose logits are in memory at once
 BINS = 256                   # of a histogram of exponents
 TURNS = 8                    # rows of a warp of a block that has a histogram: few blocks add to that of all
+# entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
+NATS, NATS_ONE = 4096, 2.0 ** 44
 
 add, sub = TARGET.add, TARGET.sub
 mul, div = TARGET.mul, TARGET.div
@@ -123,18 +128,24 @@ def divided_function(divisor):
 
 
 def build(cfg, wgmma):
-    """{name: Kernel} of a configuration."""
-    made = [_pack_kernel(), *_norm_kernels(cfg), *_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg)]
-    made += [_loudest_kernel()]
-    recur, through_states = _recurrent_kernels(cfg) if cfg.MODEL == "gru" else (None, None)
-    made += [through_states] if recur else [*_attention_kernels(cfg), *_score_kernels(cfg),
-                                            _through_attention_kernel(cfg)]
-    kernels = {function.__name__: Kernel(cuda.jit(function)) for function in made}
-    if recur:                                                # a thread a unit, so up to 1,024 in a block
-        kernels["recur"] = Kernel(cuda.jit(launch_bounds=cfg.HIDDEN_DIM)(recur))
-    for function in [*_product_kernels(cfg, wgmma), products_kernel(wgmma)]:
-        kernels[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
-    return kernels
+    """({name: Kernel} of the forward pass that texts and windows have in common, the same of validation alone, and of
+    what else unit trials need: nothing with noise on weights)."""
+    gru, trials = cfg.MODEL == "gru", cfg.PERTURB == "units"
+    recur, through_states = _recurrent_kernels(cfg) if gru else (None, None)
+    reading, others = [*_norm_kernels(cfg), *([] if gru else _attention_kernels(cfg))], []
+    if trials:
+        others = [*_vote_kernels(cfg), *_credit_kernels(cfg), *_head_kernels(cfg), _loudest_kernel()]
+        others += [through_states] if gru else [_attend_kernel(cfg), *_score_kernels(cfg),
+                                                _through_attention_kernel(cfg)]
+    reading, validation, others = ({function.__name__: Kernel(cuda.jit(function)) for function in some}
+                                   for some in (reading, [_nats_kernel(cfg)], others))
+    if gru:                                                  # a thread a unit, so up to 1,024 in a block
+        reading["recur"] = Kernel(cuda.jit(launch_bounds=cfg.HIDDEN_DIM)(recur))
+    for function in _product_kernels(cfg, wgmma):
+        reading[function.__name__] = Kernel(cuda.jit(launch_bounds=THREADS)(function), SHARED)
+    if trials:
+        others["products"] = Kernel(cuda.jit(launch_bounds=THREADS)(products_kernel(wgmma)), SHARED)
+    return reading, validation, others
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -147,33 +158,10 @@ def packed_row(c):
 
 @device
 def packed_word(c, j, words):
-    """Where word j of the row of column c is packed, of rows of `words`: in core matrices of eight rows by 16 bytes."""
+    """Where word j of the row of column c is packed, of rows of `words`: in core matrices of eight rows by 16 bytes
+    (kernels.host.QUADS)."""
     row = packed_row(c)
     return (row >> 3) * (8 * words) + (j >> 2) * 32 + (row & 7) * 4 + (j & 3)
-
-
-def _pack_kernel():
-    def pack(weights: A32, source, rows, cols, packed: A32, forward, forward_words, back, back_words):
-        """A canonical matrix [rows / 4, cols, 4], from word `source` on, as a row for every output from word `forward`
-        on, and for every input from word `back` on. One thread for four inputs of four outputs."""
-        i = cuda.grid(1)
-        r4, c4 = i // blocks_of(cols), i % blocks_of(cols)
-        if r4 * 4 < rows:
-            words = int32s(4)
-            for e in range(4):
-                words[e] = 0
-                if c4 * 4 + e < cols:
-                    words[e] = weights[source + r4 * cols + c4 * 4 + e]
-                    packed[forward + packed_word(c4 * 4 + e, r4, forward_words)] = words[e]
-            turned = turn4(words)
-            for e in range(4):
-                packed[back + packed_word(r4 * 4 + e, c4, back_words)] = turned[e]
-
-    @device
-    def blocks_of(cols):
-        return (cols + 3) // 4
-
-    return pack
 
 
 def _product_kernels(cfg, wgmma):
@@ -234,25 +222,55 @@ def logit_type(cfg):
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
+def _transform_functions(cfg):
+    """(transform, transformed), device functions for NTT_MODE: the coefficient of a position of a sequence, and what it
+    adds to hidden unit i. Without NTT_MODE they are 0."""
+    NTT = cfg.NTT_MODE != 0
+    tables = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]          # alike, evenly spaced
+    AT, SIZE, COLS = (tables[0].weights, tables[0].size, tables[0].cols) if NTT else (0, 0, 0)
+    (of_window, _), (of_past, _) = (ntt_functions(cfg, build_noise(cfg), causal) for causal in (False, True))
+
+    @device
+    def transform(tokens, first, position, causal):
+        c = int32(0)
+        if NTT:
+            c = of_past(tokens, first, position) if causal else of_window(tokens, first, position)
+        return c
+
+    @device
+    def transformed(weights, c, i):
+        total = int32(0)
+        if NTT:
+            for k in range(3):
+                value = (c >> int32(8 * k + 8)) & 255
+                total += weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)] >> 2
+        return total
+
+    return transform, transformed
+
+
 def _norm_kernels(cfg):
     """Embedding, norms and the residual stream; a warp a row."""
     H, GRU = cfg.HIDDEN_DIM, cfg.MODEL == "gru"
     WORDS, S = H // 4, wide(H) // 4
-    WIDTH = cfg.WINDOW
+    transform, transformed = _transform_functions(cfg)
     divided, divided_wide = (divided_function(parameters.divisor(cfg, n)) for n in (H, 4 * H))
     S4, UP, RELU = wide(4 * H) // 4, cfg.SHIFT_MLP_UP, cfg.MLP_RELU
 
-    def embed(table: A32, at, weights: A8, bias, windows: A32, skip, n, rows, h: A32):
-        """h int8 [rows]: the embedding of position `skip` + r % n of window r // n. table: packed, a row a token."""
+    def embed(table: A32, at_table, weights: A8, bias, tokens: A32, width, at: A32, n, causal, rows, h: A32):
+        """h int8 [rows]: the embedding of position at[0] + r % n of sequence r // n; tokens [.., width]. table: packed,
+        a row a token. causal: see kernels.rules.ntt_functions."""
         r, lane = row_of_warp(), cuda.threadIdx.x & 31
         if r < rows:
-            token = windows[r // n * WIDTH + skip + r % n]
+            first, position, values = r // n * width, at[0] + r % n, int32s(4)
+            token, c = tokens[first + position], transform(tokens, first, position, causal)
             for j in range(lane, WORDS, 32):
-                word = table[at + packed_word(token, j, S)]
+                word = table[at_table + packed_word(token, j, S)]
                 if not GRU:
-                    b = bias + 4 * j
-                    word = pack4(clip(byte(word, 0) + weights[b]), clip(byte(word, 1) + weights[b + 1]),
-                                 clip(byte(word, 2) + weights[b + 2]), clip(byte(word, 3) + weights[b + 3]))
+                    for e in range(4):
+                        i = 4 * j + e
+                        values[e] = clip(int32(byte(word, e) + weights[bias + i] + transformed(weights, c, i)))
+                    word = pack_bytes(values, 0)
                 h[r * S + j] = word
 
     def norm(h: A32, weights: A8, at, bias, rows, n: A32, means: A32):
@@ -325,6 +343,89 @@ def _norm_kernels(cfg):
     return embed, norm, residual, inner
 
 
+def _attention_kernels(cfg):
+    """Attention of the transformer, forward. Position t of sequence w is row w * room + t of qkv int8 [.., 3 S]:
+    queries, keys, values."""
+    H, D = cfg.HIDDEN_DIM, cfg.HEAD_DIM
+    S, WORDS = wide(H) // 4, H // 4
+    SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
+    turned = turned_function(cfg)
+
+    @device
+    def read_four(y, at, part, rope, angle, values):
+        """Four neighbours of a head, queries and keys (parts 0 and 1) turned."""
+        four = ptx.load4(y, at)
+        if part < 2:
+            c = ptx.load4(rope, angle)
+            values[0], values[1] = turned(four[0], four[1], c[0], c[1])
+            values[2], values[3] = turned(four[2], four[3], c[2], c[3])
+        else:
+            for e in range(4):
+                values[e] = four[e]
+
+    def quantise(y: A32, rope: A32, at: A32, n, room, rows, padded, qkv: A32, scales: F1):
+        """qkv at positions at[0] + r % n of sequences r // n, of y int32 [rows, 3 S]: queries and keys turned by their
+        position, all scaled by amax; scales float32 [3, padded]. Grid: [rows / WARPS, 3]."""
+        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
+        if r < rows:
+            t, first = at[0] + r % n, (r * 3 + part) * S
+            to = ((r // n * room + t) * 3 + part) * S
+            top, values = int32(0), int32s(4)
+            for j in range(lane, WORDS, 32):
+                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
+                for e in range(4):
+                    top = max(top, abs(values[e]))
+            scale = amax_scale(ptx.warp_max(top))
+            for j in range(lane, WORDS, 32):
+                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
+                for e in range(4):
+                    values[e] = rounded(values[e], scale)
+                qkv[to + j] = pack_rounded(values[0], values[1], values[2], values[3])
+            if lane == 0:
+                scales[part * padded + r] = scale
+
+    @device
+    def score(qkv, query, key):
+        total = int32(0)
+        for j in range(0, D // 4, 4):
+            a, b = ptx.load4(qkv, query + j), ptx.load4(qkv, key + j)
+            for e in range(4):
+                total = ptx.dp4a(a[e], b[e], total)
+        return total >> SHIFT
+
+    def recall(qkv: A32, values: A8, exps: A32, at: A32, n, room, rows, attended: A8):
+        """attended int8 [rows]: what position at[0] + r % n of sequence r // n reads. values: the bytes of qkv. Scores
+        are made twice, so that a sequence may have any length. Grid: [rows / WARPS, heads]."""
+        r, lane, head = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
+        if r < rows:
+            t, first = at[0] + r % n, r // n * room
+            query = (first + t) * (3 * S) + head * (D // 4)
+            keys, at_values = query - (t - lane) * (3 * S) + S, (first * 3 + 2) * (4 * S) + head * D + lane
+            top, total, reads = int32(NONE), int64(0), cuda.local.array(DIMENSIONS, int64)
+            for d in range(DIMENSIONS):
+                reads[d] = 0
+            for start in range(0, t + 1, 32):
+                if start + lane <= t:
+                    top = max(top, score(qkv, query, keys + start * (3 * S)))
+            top = ptx.warp_max(top)
+            for start in range(0, t + 1, 32):
+                weight = int32(0)
+                if start + lane <= t:
+                    weight = exps[min(top - score(qkv, query, keys + start * (3 * S)), 255)]
+                total += weight
+                for s in range(start, min(start + 32, t + 1), 4):
+                    for e in range(4):                       # the last ones may have a weight of 0
+                        w = cuda.shfl_sync(0xFFFFFFFF, weight, s - start + e)
+                        for d in range(DIMENSIONS):
+                            value = int32(values[at_values + min(s + e, t) * (12 * S) + 32 * d])
+                            reads[d] = ptx.mad_wide(w, value, reads[d])
+            total = warp_sum(total)
+            for d in range(DIMENSIONS):
+                attended[r * (4 * S) + head * D + 32 * d + lane] = clip(int32(float64(reads[d]) / float64(total)))
+
+    return quantise, recall
+
+
 def near_function(T):
     """(neighbouring positions that a warp reads together, a device function: their int32 of position s, which lie side
     by side in shared memory from address `at` on)."""
@@ -343,47 +444,13 @@ def near_function(T):
     return NEAR, near
 
 
-def _attention_kernels(cfg):
-    """Attention of the transformer, forward."""
-    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
-    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
-    S, WORDS = wide(H) // 4, H // 4
-    SHIFT, DIMENSIONS, NONE = cfg.SHIFT_ATTN, D // 32, -2 ** 31
+def _attend_kernel(cfg):
+    """Attention of whole windows, with the shares that unit trials go back through."""
+    T, D, HEADS = cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS
+    S, SHIFT = wide(cfg.HIDDEN_DIM) // 4, cfg.SHIFT_ATTN
+    DIMENSIONS, NONE = D // 32, -2 ** 31
     NEAR, near = near_function(T)
     READS = NEAR * DIMENSIONS
-    turned = turned_function(cfg)
-
-    @device
-    def read_four(y, at, part, rope, angle, values):
-        """Four neighbours of a head, queries and keys (parts 0 and 1) turned."""
-        four = ptx.load4(y, at)
-        if part < 2:
-            c = ptx.load4(rope, angle)
-            values[0], values[1] = turned(four[0], four[1], c[0], c[1])
-            values[2], values[3] = turned(four[2], four[3], c[2], c[3])
-        else:
-            for e in range(4):
-                values[e] = four[e]
-
-    def quantise(y: A32, rope: A32, rows, padded, qkv: A32, scales: F1):
-        """qkv int8 [rows, 3 S] of y int32 [rows, 3 S]: queries and keys turned by their position, all scaled by amax;
-        scales float32 [3, padded]. Grid: [rows / WARPS, 3]."""
-        r, lane, part = row_of_warp(), cuda.threadIdx.x & 31, cuda.blockIdx.y
-        if r < rows:
-            t, first = r % T, (r * 3 + part) * S
-            top, values = int32(0), int32s(4)
-            for j in range(lane, WORDS, 32):
-                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
-                for e in range(4):
-                    top = max(top, abs(values[e]))
-            scale = amax_scale(ptx.warp_max(top))
-            for j in range(lane, WORDS, 32):
-                read_four(y, (first + j) * 4, part, rope, t * D + 4 * j % D, values)
-                for e in range(4):
-                    values[e] = rounded(values[e], scale)
-                qkv[first + j] = pack_rounded(values[0], values[1], values[2], values[3])
-            if lane == 0:
-                scales[part * padded + r] = scale
 
     def attend(qkv: A32, values: A8, exps: A32, shares: A16, attended: A8):
         """shares int16 [windows, heads, T, T], in 2^-12; attended int8 [rows]: what is read. values: the bytes of qkv.
@@ -446,7 +513,7 @@ def _attention_kernels(cfg):
                     attended[(base + t + i) * (4 * S) + head * D + 32 * d + lane] = clip(int32(read))
             cuda.syncwarp()
 
-    return quantise, attend
+    return attend
 
 
 def _score_kernels(cfg):
@@ -615,12 +682,12 @@ def _recurrent_kernels(cfg):
             for i in range(TOGETHER):
                 acc[i] = ptx.dp4a(w, vectors[i, j], acc[i])
 
-    def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, windows: A32, skip, n, count, states: A8,
-              before: A8, gates: A8, past: A8, candidates: A8, x: A8):
-        """The states of a layer through n positions of `count` windows, from `skip` on. of_inputs int8 [rows, 2 S]: W_f
-        n and W_h n; u_f, u_h: where the matrices begin, in words; states int8 [count, H] go on. What is kept, int8
-        [rows, S]: states before a position, gates - 127, gated states, candidates; x = clip(x + state). A thread a
-        unit."""
+    def recur(of_inputs: A8, weights: A32, biases: A8, u_f, u_h, b_f, b_h, tokens: A32, width, at: A32, n, count,
+              states: A8, before: A8, gates: A8, past: A8, candidates: A8, x: A8):
+        """The states of a layer through n positions of `count` sequences, from at[0] on; tokens [.., width]. of_inputs
+        int8 [rows, 2 S]: W_f n and W_h n; u_f, u_h: where the matrices begin, in words; states int8 [count, H] go on.
+        What is kept, int8 [rows, S]: states before a position, gates - 127, gated states, candidates; x = clip(x +
+        state). A thread a unit."""
         h_words, past_words = cuda.shared.array((TOGETHER, WORDS), int32), cuda.shared.array((TOGETHER, WORDS), int32)
         i, first = cuda.threadIdx.x, cuda.blockIdx.x * TOGETHER
         acc, h, f = int32s(TOGETHER), int32s(TOGETHER), int32s(TOGETHER)
@@ -629,7 +696,7 @@ def _recurrent_kernels(cfg):
         for t in range(n):
             for k in range(TOGETHER):
                 if first + k < count:
-                    if windows[(first + k) * WIDTH + skip + t] == 0:
+                    if tokens[(first + k) * width + at[0] + t] == 0:
                         h[k] = 0
                     before[((first + k) * n + t) * S + i] = h[k]
                 word = word_of(h[k])
@@ -691,6 +758,31 @@ def _recurrent_kernels(cfg):
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
+
+def _nats_kernel(cfg):
+    V, VS, SCALE = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), float(cfg.SOFTMAX_EXP_SCALE)
+    Z, NONE = logit_type(cfg), -2 ** 31
+
+    def nats(z: Z, first, rows, windows: A32, n, exps: A64, out: AF64):
+        """out float64 [.., n], of rows from `first` on: the cross-entropy of the tokens that follow the positions of
+        windows [.., n + 1], from the logits z [rows, VS]. exps int64 [NATS]: exponentials of distances, so that sums do
+        not depend on their order. A warp a row."""
+        r, lane = row_of_warp(), cuda.threadIdx.x & 31
+        if r < rows:
+            top, total = int32(NONE), int64(0)
+            for v in range(lane, V, 32):
+                top = max(top, int32(z[r * VS + v]))
+            top = ptx.warp_max(top)
+            for v in range(lane, V, 32):
+                total += exps[min(top - z[r * VS + v], NATS - 1)]
+            total = warp_sum(total)
+            if lane == 0:
+                row = first + r
+                score = z[r * VS + windows[row // n * (n + 1) + row % n + 1]]
+                out[row] = math.log(float64(total) / NATS_ONE) + float64(top - score) / SCALE
+
+    return nats
+
 
 def _head_kernels(cfg):
     V, VS, GRU = cfg.VOCAB_SIZE, wide(cfg.VOCAB_SIZE), cfg.MODEL == "gru"

@@ -25,8 +25,8 @@ STEP, REPORT = ("load", "step"), ("validate", "write", "digest")
 ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (STEP, REPORT)]
 # a card for each way through the code: large tiles, small ones, wgmma; the deep run has all of them
 CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), STEP, "full_width|up|head"),
-         ("transformer", (9, 0), ("validate", "digest"), "embed|norm|full_width|head|digest"),
-         ("transformer", (8, 6), ("write",), ""), ("gru", (9, 0), ("write",), ""),
+         ("transformer", (9, 0), REPORT, ""), ("gru", (8, 0), REPORT, ""), ("wide gru", (8, 6), REPORT, "recur"),
+         ("transforms and Muon", (8, 6), REPORT, "embed"),
          ("gru", (8, 0), STEP, r"pack|norm|product\b|recur|head"),
          ("transforms and Muon", (8, 0), STEP, "muon|embed|optimize"),
          *((model, cc, STEP, "") for model in ("units", "units of a transformer") for cc in ((8, 6), (9, 0)))]

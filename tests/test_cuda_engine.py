@@ -10,14 +10,16 @@ from unittest import mock
 
 import numpy as np
 from numpy.random import default_rng
+import lanes
 import sanitize
 from numba import cuda
 from numpy import int32, int64, uint32
-from pytest import fixture, mark, param, raises
+from pytest import approx, fixture, mark, param, raises
 
 import no_device
 from egg_config import make
 from engine import cuda_engine
+from engine.cpu_engine import CpuEngine
 from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, parts, product, transformer, update
 from kernels import rules as noise_rules
@@ -26,7 +28,7 @@ from model.reading import Reading
 from compiling import CARDS
 from engines_compared import SEED, begun_ahead
 from fakes import any_fitness, step_alone
-from readings import TINY, as_data, equal, random_config, votes_on
+from readings import TINY, as_data, equal, hold_text_against_the_reading, nats, random_config, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests
 
 
@@ -45,7 +47,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
                 kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu)
-                for kernel in kernels.noisy + kernels.clean:
+                for kernel in kernels.all:
                     assert kernel.shared <= (kib - 1) * 1024, (H, T)
                 for kernel in kernels.full_width.values():
                     shape = kernel.shape
@@ -185,6 +187,28 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
+@mark.parametrize("constants", [dict(TINY, HEAD_DIM=64, NTT_MODE=3), dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=8)],
+                         ids=str)
+def test_the_pass_over_rows_lane_by_lane(constants, no_gpu, monkeypatch):
+    """A validation, and texts beyond SEQ_LEN in slices, against the plain reading."""
+    cfg, rng = make(**{"N_LAYERS": 1, "VOCAB_SIZE": 257, **constants}), default_rng(SEED)
+    monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", lambda kernel, configuration: lambda *arguments:
+                        lanes.launch(cfg, kernel, *configuration[:2], arguments))
+    monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 2))
+    engine, settings = CudaEngine(cfg), dict(temp=0.8, min_p=0.0, penalty=0.2)
+    state = engine.state()
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    engine.load(state)
+    windows = rng.integers(0, [[cfg.VOCAB_SIZE], [3], [9]], (3, cfg.SEQ_LEN + 1))
+    want = sum(nats(cfg, Reading(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
+    assert engine.validate(windows) == (approx(want, rel=1e-12), windows[:, 1:].size)
+    texts, lengths = rng.integers(0, 4, (3, cfg.SEQ_LEN + 2)).astype(int32), np.array([1, 4, 6])
+    seeds = rng.integers(0, 1 << 32, 3).astype(uint32)
+    engine.write(texts, lengths, seeds, rules.sampling_settings(cfg, **settings))
+    for text, n, seed in zip(texts.tolist(), lengths, seeds.tolist()):
+        hold_text_against_the_reading(engine, text[:n], text[n:], seed, **settings)
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 gpu = mark.gpu
@@ -301,6 +325,48 @@ def drawn(number, constants):
 def test_random_configurations_against_the_cpu_engine(compared):
     """The extremes and every switch: losses, three updates, validation, generation."""
     assert compared == ""
+
+
+READ = dict(SEQ_LEN=48, VOCAB_SIZE=300, N_LAYERS=2, HIDDEN_DIM=96, HEAD_DIM=32, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
+            CHUNK_SIZE=8, POPULATION_SIZE=16)
+READ_GRU = dict(READ, MODEL="gru", HEAD_DIM=64)
+
+
+@gpu
+@mark.parametrize("constants", [
+    READ, dict(READ, PERTURB="units", TENSOR_CORES="mma"), dict(READ, SHIFT_LOGIT=5), dict(READ, VOCAB_SIZE=20000),
+    dict(READ, HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, TENSOR_CORES="mma"),
+    dict(READ, SEQ_LEN=64, NTT_MODE=2, NTT_CAUSAL=0), READ_GRU, dict(READ_GRU, PERTURB="units", STATE_TOKENS=5),
+    dict(READ_GRU, HIDDEN_DIM=1024, N_LAYERS=1)], ids=str)
+def test_windows_and_texts_in_slices(constants, cpu_compiled, monkeypatch):
+    """More windows than have their logits in memory at once, in the recurrent model of another length, and texts beyond
+    SEQ_LEN; then in slices, a small one last: as the CPU engine gives them."""
+    cfg, rng = make(**constants), default_rng(SEED)
+    engines = gpu_engine, cpu = CudaEngine(cfg), CpuEngine(cfg)
+    length = 70 if cfg.MODEL == "gru" else cfg.SEQ_LEN
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (9000 // length, length + 1)).astype(int32)
+    texts, lengths = rng.integers(0, cfg.VOCAB_SIZE, (137, cfg.SEQ_LEN + 30)).astype(int32), rng.integers(1, 50, 137)
+    windows[::3] %= 5                                        # the recurrent model is reset
+    texts[::3] %= 5
+    state, settings = gpu_engine.state(), rules.sampling_settings(cfg, temp=0.8, min_p=0.01, penalty=0.1)
+    state.weights[:] = rng.integers(-25, 26, state.weights.size)
+
+    def write(engine):
+        written = texts.copy()
+        engine.write(written, lengths, np.arange(137, dtype=uint32), settings)
+        return written
+
+    for engine in engines:
+        engine.load(state)
+    nats, count = cpu.validate(windows)
+    want = approx(nats, rel=1e-12), count                    # exact but for the order of a sum of float64
+    written = write(cpu)
+    assert gpu_engine.validate(windows) == want
+    equal(write(gpu_engine), written)
+    monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
+    gpu_engine._texts = None
+    assert gpu_engine.validate(windows) == want
+    equal(write(gpu_engine), written)
 
 
 @gpu

@@ -72,17 +72,19 @@ def test_an_edit_of_any_source_names_every_kernel_anew(tmp_path, monkeypatch):
 
 @mark.parametrize("preset", [None, "nano-egg", "laptop-bytes"])
 def test_a_run_compiles_what_its_verbs_use(preset):
-    """The kernels of validation and generation are apart from those of a step; Muon's are there only if they are
-    used."""
+    """Validation and generation share the pass over rows, which a step takes with unit trials alone; Muon's kernels are
+    there only if they are used."""
     cfg = configured(preset)
     every = kernels_for(cfg)[2]
     assert set(every) == {"load", "step", "validate", "write", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
-    assert names["digest"] == {"digest"} and names["write"] == {"write", "choose"}
+    of_rows = {*every["write"]} & {*every["validate"]}
+    for verb, own in dict(digest="digest", write="choose", validate="nats").items():
+        assert {kernel.name for kernel in {*every[verb]} - of_rows} == {own} and own not in names["step"]
     assert {"unpack", "optimize", "cut_windows"} <= names["step"]
     assert ("operands" in names["step"]) == (cfg.PERTURB == "weights")
     assert any("muon" in name for name in names["step"]) == bool(cfg.USE_MUON)
-    assert not names["step"] & (names["digest"] | names["write"])
+    assert len(of_rows) > 5 and of_rows & {*every["step"]} == (of_rows if cfg.PERTURB == "units" else set())
 
 
 # --- its directory ----------------------------------------------------------------------------------------------------
