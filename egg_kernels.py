@@ -55,8 +55,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import gru, transformer, writing
-from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
+from kernels import gru, noise, transformer, writing
+from kernels.gru_parts import rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
@@ -79,21 +79,22 @@ class Forward:
     def __init__(self, cfg, gpu):
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
-        self._plan = self.MODULE.Plan(cfg, packing)
+        self._plan, self._draw_kernel = self.MODULE.Plan(cfg), noise.draw_kernel(cfg)
         self._kernels = kernels = self.MODULE.Kernels(cfg, packing, gpu)
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
         self.trials = Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
-        step = list(self.trials.kernels.values()) if self.trials else kernels.noisy
-        self.kernels = {"load": [packing.kernel], "step": step, "validate": kernels.clean, "write": [self._write]}
+        step = list(self.trials.kernels.values()) if self.trials else [self._draw_kernel, *kernels.noisy]
+        self.kernels = {"load": [packing.kernel], "step": step, "validate": [self._draw_kernel, *kernels.clean],
+                        "write": [self._write]}
 
     def tables(self):
         """Uploads the constant tables."""
         cfg = self.cfg
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
-        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
+        arrays = dict(plan=self._plan.table(), no_job=np.zeros(3, np.uint32), clean_exps=clean,
                       places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=integer_tables.exp_table(cfg),
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
@@ -101,6 +102,19 @@ class Forward:
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
+
+    def _drawn_bytes(self, pairs):
+        """Bytes of the noise at the beginning of scratch memory; 0 pairs: of a silent one, which all windows share."""
+        return aligned(4 * (self._plan.room(pairs, self.cfg.SEQ_LEN) if pairs else self._plan.words))
+
+    def _draw(self, stream, weights, overlay, job, offset, pairs, scratch):
+        """(drawn, rest): draws the noise of pairs into scratch memory, the rest of which is free. drawn(call): the
+        first arguments of a kernel."""
+        table, size = self._tables.plan, self._drawn_bytes(pairs)
+        words, each = scratch[:size].view(np.int32), self._plan.words if pairs else 0
+        self._draw_kernel((max(pairs, 1), len(table)), noise.THREADS, stream, table, weights, overlay, job, offset,
+                          each, words)
+        return lambda call: (words[call:], each), scratch[size:]
 
     def _exps(self, clean):
         """The table of exponentials of a head: that of validation, or that of members."""
@@ -128,10 +142,10 @@ class Transformer(Forward):
     MODULE = transformer
 
     def scratch_bytes(self, pairs):
-        return self._kernels.layout(pairs)[1]
+        return self._drawn_bytes(pairs) + self._kernels.layout(pairs)[1]
 
     def clean_scratch_bytes(self, windows, length):
-        return self.scratch_bytes(windows)
+        return self._drawn_bytes(0) + self._kernels.layout(windows)[1]
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
@@ -144,47 +158,44 @@ class Transformer(Forward):
         """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
         model."""
         plan, kernels, tables = self._plan, self._kernels, self._tables
-        length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
+        length, packed, clean = padded_length(self.cfg), packed.view(np.int32), head is kernels.clean_head
+        drawn, scratch = self._draw(stream, weights, overlay, job, offset, 0 if clean else pairs, scratch)
         a = arrays_in(scratch, kernels.layout(pairs)[0])
         stride, width = transformer.rows_of_pairs(self.cfg, pairs), windows.size // pairs
         rows = 2 * pairs * length
         most = min(processors(), transformer.MOST_BLOCKS)
 
-        def norm(row, streams):
-            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, stream, row, table, weights, overlay, job,
-                                   offset, stride, a.h, a.n, a.sb)
+        def norm(call, streams):
+            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, stream, *drawn(call), stride, a.h, a.n, a.sb)
 
-        def of_product(kernel, row, matrix, layer, matrices=1):
+        def of_product(kernel, call, matrix, layer, matrices=1):
             """Grid, threads and the first arguments."""
             tiles = blocks(rows, 64 * kernel.shape.RG)
-            return (min(tiles, most // matrices) * matrices, THREADS, stream, row, kernels.matrices[matrix, layer],
-                    table, weights, packed, overlay, job, offset, tiles, stride)
+            return (min(tiles, most // matrices) * matrices, THREADS, stream, *drawn(call), packed,
+                    kernels.matrices[matrix, layer], tiles, stride)
 
-        def full_width(kind, row, matrix, layer, x, h, matrices=1):
+        def full_width(kind, call, matrix, layer, x, h, matrices=1):
             kernel = kernels.full_width[kind]
-            kernel(*of_product(kernel, row, matrix, layer, matrices), tables.rope, x, a.sb, h, a.values, a.spill)
+            kernel(*of_product(kernel, call, matrix, layer, matrices), tables.rope, x, a.sb, h, a.values, a.spill)
 
-        def mlp(rows, up, down, layer):
-            kernels.up(*of_product(kernels.up, rows.up, up, layer), tables.gelu, a.n, a.sb, a.u)
-            full_width("down", rows.down, down, layer, a.u, a.h)
+        def mlp(calls, up, down, layer):
+            norm(calls.norm, 1)
+            kernels.up(*of_product(kernels.up, calls.up, up, layer), tables.gelu, a.n, a.sb, a.u)
+            full_width("down", calls.down, down, layer, a.u, a.h)
 
-        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
-                      overlay, windows, width, job, offset, a.h, losses.view(np.int64))
-        norm(plan.embed, 1)
+        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, *drawn(plan.embed),
+                      kernels.at_embedding, weights, packed, windows, width, a.h, losses.view(np.int64))
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
-            norm(layer.ln_1, 3)
+            norm(layer.norm, 3)
             full_width("qkv", layer.qkv, "w_q", i, a.n, a.queries, 3)
-            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, layer.attention,
-                              table, overlay, job, offset, tables.exps, a.queries, a.keys, a.values, a.n, a.sb)
+            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream,
+                              *drawn(layer.attention), tables.exps, a.queries, a.keys, a.values, a.n, a.sb)
             full_width("o", layer.o, "w_o", i, a.n, a.h)
-            norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        clean = head is kernels.clean_head
-        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean], kernels.at_columns,
-             table, packed, overlay, windows, width, pairs, job, offset, self._exps(clean), a.n, a.sb, losses,
-             self.cfg.SEQ_LEN)
+        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, *drawn(plan.head), packed, kernels.at_tiles[clean],
+             kernels.at_columns, windows, width, pairs, self._exps(clean), a.n, a.sb, losses, self.cfg.SEQ_LEN)
 
 
 class Recurrent(Forward):
@@ -198,13 +209,11 @@ class Recurrent(Forward):
         return aligned(pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM) if self.cfg.STATE_TOKENS else 0
 
     def scratch_bytes(self, pairs):
-        if not pairs:
-            return 0
-        return self._state_bytes(pairs) + max(self.clean_scratch_bytes(pairs, n)
-                                              for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
+        return self._state_bytes(pairs) + self._drawn_bytes(pairs) + max(
+            self._kernels.layout(pairs, n)[1] for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
 
     def clean_scratch_bytes(self, windows, length):
-        return self._kernels.layout(windows, length)[1] if windows else 0
+        return self._drawn_bytes(0) + self._kernels.layout(windows, length)[1]
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         before, states = self.cfg.STATE_TOKENS, None
@@ -212,45 +221,47 @@ class Recurrent(Forward):
         work = scratch[self._state_bytes(pairs):]
         if before:
             states = scratch[:pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
-            self._launch(*model, pairs, before, work, self._tables.no_job, states=states, keep=1)
+            self._launch(*model, pairs, before, work, states=states, keep=1)
         self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, self._kernels.head, losses, states, before,
                      int(before > 0))
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
-                     self._tables.no_job, 0, self._kernels.clean_head, nats)
+                     head=self._kernels.clean_head, losses=nats)
 
-    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
+    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job=None, offset=0, head=None,
                 losses=None, states=None, skip=0, begin=0, keep=0):
-        """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
+        """The pass over `units` pairs or, without a job, windows. It reads n positions from `skip` on of rows of
         `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
         at the end go there. head: None, or what makes losses: int64 [units, 2]; of validation float64 [units, n]."""
-        plan, kernels, table = self._plan, self._kernels, self._tables.plan
+        plan, kernels, tables = self._plan, self._kernels, self._tables
         H = self.cfg.HIDDEN_DIM
         packed, stride = packed.view(np.int32), rows_of_places(units * n)
+        drawn, scratch = self._draw(stream, weights, overlay, tables.no_job if job is None else job, offset,
+                                    0 if job is None else units, scratch)
         a = arrays_in(scratch, kernels.layout(units, n)[0])
 
-        def norm(kernel, row, out, sb):
-            kernel((units, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, tokens,
-                   width, skip, job, offset, n, stride, a.x, out, sb)
+        def norm(kernel, call, out, sb):
+            kernel((units, blocks(n, 64)), 256, stream, *drawn(call), packed, kernels.rows_at, tokens, width, skip, n,
+                   stride, a.x, out, sb)
 
-        def product(kind, row, matrix, layer, x, out, matrices=1):
+        def product(kind, call, matrix, layer, x, out, matrices=1):
             tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
-            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, row,
-                                   kernels.matrices[matrix, layer], table, weights, packed, overlay, job, offset,
-                                   units, n, stride, x, a.sb, out, a.gates.size)
+            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, *drawn(call),
+                                   packed, kernels.matrices[matrix, layer], units, n, stride, x, a.sb, out,
+                                   a.gates.size)
 
-        for i, row in enumerate(plan.layers):
-            norm(kernels.norms[min(i, 1)], row + NORM_1, a.normed, a.sb)
-            product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
+        for i, layer in enumerate(plan.layers):
+            norm(kernels.norms[min(i, 1)], layer.ln_1, a.normed, a.sb)
+            product("gates", layer.gates, "w_f", i, a.normed, a.u, 2)
             # without states any array of their type will do
-            of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
-            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, row,
-                          kernels.matrices["u_f", i], table, weights, packed, overlay, tokens, width, skip, n, units,
-                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, begin, keep)
-            norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
-            product("inner", row + INNER, "w_up", i, a.normed, a.u)
-            product("down", row + DOWN, "w_down", i, a.u, a.x)
+            of_layer = packed if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
+            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, *drawn(layer.recur), packed,
+                          kernels.matrices["u_f", i], tokens, width, skip, n, units, a.gates, a.candidates, a.x,
+                          of_layer, a.tables, begin, keep)
+            norm(kernels.norm_f, layer.ln_2, a.normed, a.sb)
+            product("inner", layer.inner, "w_up", i, a.normed, a.u)
+            product("down", layer.down, "w_down", i, a.u, a.x)
         if head is None:
             return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
@@ -258,9 +269,8 @@ class Recurrent(Forward):
         norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
         if not clean:                                        # the head adds to them
             driver.device_memset(losses, 0, losses.nbytes, stream)
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
-             kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
-             a.candidates, losses, n)
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, *drawn(plan.head), packed, kernels.at_tiles[clean],
+             kernels.at_columns, tokens, width, units, self._exps(clean), a.gates, a.candidates, losses, n)
 
 
 def gpu_of(cfg, cc, shared_limit):

@@ -4,37 +4,19 @@ A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by 
 rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
 """
 
-from numba import cuda, float32, int8, int32, int64, uint32
+from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
+from kernels.parts import (A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
+from kernels.noise import input_words
 from kernels.product import TALLEST
-from kernels.rules import I_OVERLAY, I_SEED, device, pair_functions, source_of, stream_of
+from kernels.rules import device
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
-# rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
-# head's
-NORM_1 = 0
-GATES = 1
-RECUR = 2
-NORM_2 = 3
-INNER = 4
-DOWN = 5
-# columns of these rows (kernels.rules). Of the embedding:
-TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(4)
-# of a norm, with the input sides of the matrices behind it; of GATES; of INNER
-LN, INPUTS = 0, 4
-W_F, W_H = 0, 4
-W_UP, W_DOWN_INPUT = 0, 4
-# of RECUR, where a matrix is followed by its input side
-B_F, B_H = 0, 4
-U_F, U_H = 8, 13
-U_INPUT = 3
-B_APART, U_APART = B_H - B_F, U_H - U_F
 
 
 def both(x):
@@ -80,33 +62,26 @@ def input_bytes(cfg, inputs):
 def input_functions(cfg, nz, inputs):
     """Device functions of the noise of a pair's inputs in a table at byte `at`:
 
-    fill(words, bytes_, at, place, source, p, pair, i)       sets entry `place` to the noise of input i;
-                                                             plan[p...]: seed B, overlay B
-    add(word, address, k, q, total)                          total + the terms of the inputs 16 k + 4 q...
+    fill(words, bytes_, at, place, drawn, i, n)     sets entry `place` to the noise of an input, drawn[i], of n
+    add(word, address, k, q, total)                 total + the terms of the inputs 16 k + 4 q...
     """
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    noise = nz.noise
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
     input_term = nz.input_term
 
-    if MODE == 0:
-        @device
-        def fill(words, bytes_, at, place, source, p, pair, i):
-            bytes_[at + place] = noise(stream_of(source, p + I_SEED, pair), i)
+    @device
+    def fill(words, bytes_, at, place, drawn, i, n):
+        if MODE == 0:
+            bytes_[at + place] = drawn[uint64(i)]
+        else:
+            words[at // 4 + place] = drawn[uint64(i)]
+            if MODE == 2:
+                words[at // 4 + place + inputs] = drawn[uint64(i + n)]
 
+    if MODE == 0:
         @device
         def add(word, address, k, q, total):
             return ptx.dp4a(word, ptx.read_shared(address + k * 16 + q * 4), total)
     else:
-        @device
-        def fill(words, bytes_, at, place, source, p, pair, i):
-            here, entry = at // 4 + place, source.overlay[source.plan[p + I_OVERLAY] + i]
-            stream = stream_of(source, p + I_SEED, pair)
-            words[here] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                words[here + inputs] = ptx.float_bits(factor(entry, stream, i))
-
         @device
         def add(word, address, k, q, total):
             c = ptx.load_shared4(address + k * 64 + q * 16)
@@ -141,22 +116,21 @@ def normed_function(cfg, cc):
     return normed
 
 
-def norm_table_function(cfg, nz, fill_input, streams):
+def norm_table_function(cfg, fill_input, streams):
     """Device function that fills column i of a layer norm's table at byte 0: float32 weights of member 0 and 1, and
-    -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. plan[p...]: as norm_kernel."""
+    -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. drawn[first...]: as norm_kernel.
+    """
     H = cfg.HIDDEN_DIM
-    SIZE = input_bytes(cfg, H)
-    _, vector = pair_functions(cfg, nz)
+    SIZE, INPUTS = input_bytes(cfg, H), input_words(cfg, H)
 
     @device
-    def fill(words, bytes_, source, p, pair, i):
-        even, odd = vector(source, p + LN, pair, i)
-        a, b = float32(clip(even)), float32(clip(odd))
-        words[i], words[H + i] = ptx.float_bits(a), ptx.float_bits(b)
-        words[2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
-        words[3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
+    def fill(words, bytes_, drawn, first, i):
+        for member in range(2):
+            at = member * H + i
+            a = float32(clip(drawn[first + at]))
+            words[at], words[2 * H + at] = ptx.float_bits(a), ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         for s in range(streams):
-            fill_input(words, bytes_, 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
+            fill_input(words, bytes_, 16 * H + s * SIZE, i, drawn, first + 2 * H + s * INPUTS + i, H)
     return fill
 
 
@@ -237,36 +211,36 @@ def row_of(unit, position, n):
 
 
 def embedding_functions(cfg, nz, cc):
-    """(fill, of_token, embedded), device functions of the embedding; row 0 of the plan has the TABLE_...: of the
-    token's side A and of the hidden side B:
+    """(fill, of_token, embedded), device functions of the embedding, whose noise of the hidden side begins at `first`,
+    behind it that of the tokens:
 
-    fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
-                                            with adaptive noise 2 H
-    of_token(source, pair, token)           a token's noise, and its factor
+    fill(words, at, drawn, first, i)        sets the noise of column i in the table that begins at word `at`, H words or
+                                            with noise mode 2 2 H
+    of_token(drawn, first, token)           a token's noise, and its factor
     embedded(x, to, packed, at, address, token_noise, token_factor, q)
                                             x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
                                             `at` on; their noise: a shared address
     """
     H = cfg.HIDDEN_DIM
     MODE, SHIFT, UNIT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
-    noise = nz.noise
-    factor = nz.factor
+    AT_TOKENS, TOKENS = input_words(cfg, H), blocks(cfg.VOCAB_SIZE, 4) * 4
+    table_term = nz.table_term
     clipped = clip_function(cc, MAGIC, 1, 255)
 
     @device
-    def fill(words, at, source, pair, i):
-        stream = stream_of(source, TABLE_SEED_B, pair)
-        n = int32(noise(stream, i) & source.job[2])
+    def fill(words, at, drawn, first, i):
+        n = drawn[first + i]
         words[at + i] = n if MODE else ptx.float_bits(float32(n))
-        if MODE:
-            words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
+        if MODE == 2:
+            words[at + H + i] = drawn[first + H + i]
 
     @device
-    def of_token(source, pair, token):
-        stream = stream_of(source, TABLE_SEED_A, pair)
-        n = noise(stream, token)
-        return n, (factor(source.overlay[source.plan[TABLE_OVERLAY_A] + token], stream, token) if MODE
-                   else float32(float32(n) * float32(UNIT)))
+    def of_token(drawn, first, token):
+        at = first + AT_TOKENS + token
+        n = drawn[at]
+        if MODE == 2:
+            return n, ptx.bits_float(drawn[at + TOKENS])
+        return n, float32(1 / 64) if MODE else float32(float32(n) * float32(UNIT))
 
     @device
     def disturbed(word, j, other, f, token_noise, token_factor, sign):
@@ -274,7 +248,7 @@ def embedding_functions(cfg, nz, cc):
         if MODE == 0:
             return ptx.fma_down(token_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = ptx.trunc_f32(float32(float32(float32(int32(token_noise * other)) * token_factor) * ptx.bits_float(f)))
+        d = table_term(token_noise, token_factor, other, ptx.bits_float(f) if MODE == 2 else float32(1 / 64))
         v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> SHIFT))
         return ptx.bits_float(int32(clip(v) + (BITS + 128)))
 
@@ -283,7 +257,7 @@ def embedding_functions(cfg, nz, cc):
         e = ptx.load2(packed, at + q * 2)
         for i in range(2):
             other = ptx.load_shared4(address + i * 64 + q * 16)
-            f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE else other
+            f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE == 2 else other
             for m in range(2):
                 u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
                 for j in range(4):
@@ -300,29 +274,30 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     embedding, which is stored first; token `position` of pair i is tokens[i * width + skip + position], rows_at the
     packed word of rows of H bytes.
 
-    plan: LN, INPUTS of the streams. sb: [3][stride]."""
+    drawn: the norm, inputs of the streams; inputs of the hidden side of the embedding and of its tokens. sb:
+    [3][stride]."""
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
     SIZE = input_bytes(cfg, H)
     AT_NOISE = 16 * H + streams * SIZE
+    EMBEDDING = 2 * H + streams * input_words(cfg, H)
     fill_input, add = input_functions(cfg, nz, H)
-    fill_norm = norm_table_function(cfg, nz, fill_input, streams)
+    fill_norm = norm_table_function(cfg, fill_input, streams)
     normed = normed_function(cfg, cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
 
     @cuda.jit(launch_bounds=256)
-    def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
-             offset, n, stride, x: A32, out: A32, sb: A32):
+    def norm(drawn: A32, each, packed: A32, rows_at, tokens: A32, width, skip, n, stride, x: A32, out: A32, sb: A32):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t, pair = cuda.threadIdx.x, int64(cuda.blockIdx.x)
         place = cuda.blockIdx.y * 64 + (t >> 2)
         q = t & 3
         base = ptx.shared_address(words, 0)
-        source = source_of(plan, 0, weights, overlay, job, offset)
+        first = pair * each
         for i in range(t, H, 256):
-            fill_norm(words, bytes_, source, call * PLAN, pair, i)
+            fill_norm(words, bytes_, drawn, first, i)
             if embeds:
-                fill_columns(words, AT_NOISE // 4, source, pair, i)
+                fill_columns(words, AT_NOISE // 4, drawn, first + EMBEDDING, i)
         cuda.syncthreads()
         inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
         to = row_of(pair, position, n)
@@ -330,7 +305,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         if embeds:
             token = tokens[pair * width + skip + position]
             e = int32s(4)
-            token_noise, token_factor = of_token(source, pair, token)
+            token_noise, token_factor = of_token(drawn, first + EMBEDDING, token)
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
                          token_noise, token_factor, q)

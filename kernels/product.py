@@ -56,7 +56,7 @@ def accumulator_of(j, half, k):
 
 # --- noise in the accumulators ---------------------------------------------------------------------------------------
 
-def begin_functions(cfg, nz, inputs, most=0):
+def begin_functions(cfg, inputs, most=0):
     """A Begin: device functions that put the noise of a product over `inputs` inputs into the accumulators before the
     product starts:
 
@@ -66,7 +66,6 @@ def begin_functions(cfg, nz, inputs, most=0):
                             i has the bits BASE + i, and a fused multiply-add that rounds downward is a
                             multiplication, a shift and a sum
     """
-    SILENT = nz.silent
     SHIFT, UNIT = cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
     sb = inputs * 127 * loudest(cfg)
     most += (sb * loudest(cfg) >> SHIFT) + 1
@@ -82,8 +81,6 @@ def begin_functions(cfg, nz, inputs, most=0):
 
     @device
     def begin(s, n, c):
-        if SILENT:
-            return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
         return int32(c + (int32(s * n) >> SHIFT))
@@ -91,17 +88,13 @@ def begin_functions(cfg, nz, inputs, most=0):
     return Begin(row, column, begin, BITS if FITS else 0)
 
 
-def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
+def begin_tile_function(gpu, begin, base, at_bias=0, columns=128):
     """Device function (acc, at, s): accumulators before the product, with the noise of their columns, at a
     shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
-    SILENT = nz.silent
-
     @gpu.called
     def begin_tile(acc, at, s):
-        n = ZEROS
         for j in range(columns // 16):
-            if not SILENT:
-                n = ptx.load_shared4(at + j * 64)
+            n = ptx.load_shared4(at + j * 64)
             if at_bias:
                 b = ptx.load_shared4(at + j * 64 + at_bias)
             for k in range(4):

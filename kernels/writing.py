@@ -9,12 +9,12 @@ Phases      In turn a warp takes a row, a head of a row, or 32 columns of a prod
 from collections import namedtuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, int8, uint32
+from numba import cuda, float32, int32, int64, int8
 
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.parts import A2, A32, A8, BITS, MAGIC, amax_scale, blocks, clip, int32s, quotient_function, rounded
-from kernels.rules import NORMS, build_noise, device, ntt_functions
+from kernels.rules import NORMS, device, ntt_functions
 from kernels.transformer import turned_function
 from model import parameters
 
@@ -152,7 +152,7 @@ def embed_function(gpu, cfg):
     """Device function: region X of all rows, for the tokens at the position (SPEC 7, 13, 14)."""
     H, V, ROW = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, row_bytes(cfg.HIDDEN_DIM)
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, build_noise(cfg, True), True)
+    coefficient, place = ntt_functions(cfg, True)
 
     @gpu.called
     def embed(block):
@@ -164,8 +164,9 @@ def embed_function(gpu, cfg):
                 x = int32(block.weights[(i >> 2) * (4 * V) + token * 4 + (i & 3)])
                 if not GRU:
                     x += block.weights[block.places[0, 1] + i]
-                if NTT:                                      # with a noise of 0
-                    x += look_up(block.weights, block.weights, uint32(0), int32(0), c, i)[0]
+                if NTT:
+                    for k in range(3):
+                        x += block.weights[place(k, c, i)] >> 2
                 block.memory[row * ROW + i] = clip(x)
     return embed
 
