@@ -79,22 +79,20 @@ class Forward:
     def __init__(self, cfg, gpu):
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
-        self._plan, self._draw_kernel = self.MODULE.Plan(cfg), noise.draw_kernel(cfg)
         self._kernels = kernels = self.MODULE.Kernels(cfg, packing, gpu)
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
         self.trials = Trials(cfg, gpu.wgmma) if cfg.PERTURB == "units" else None
-        step = list(self.trials.kernels.values()) if self.trials else [self._draw_kernel, *kernels.noisy]
-        self.kernels = {"load": [packing.kernel], "step": step, "validate": [self._draw_kernel, *kernels.clean],
-                        "write": [self._write]}
+        step = list(self.trials.kernels.values()) if self.trials else kernels.noisy
+        self.kernels = {"load": [packing.kernel], "step": step, "validate": kernels.clean, "write": [self._write]}
 
     def tables(self):
         """Uploads the constant tables."""
         cfg = self.cfg
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
-        arrays = dict(plan=self._plan.table(), no_job=np.zeros(3, np.uint32), clean_exps=clean,
+        arrays = dict(plan=self._kernels.plan.table(), no_job=np.zeros(3, np.uint32), clean_exps=clean,
                       places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=integer_tables.exp_table(cfg),
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
@@ -103,18 +101,14 @@ class Forward:
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _drawn_bytes(self, pairs):
-        """Bytes of the noise at the beginning of scratch memory; 0 pairs: of a silent one, which all windows share."""
-        return aligned(4 * (self._plan.room(pairs, self.cfg.SEQ_LEN) if pairs else self._plan.words))
-
-    def _draw(self, stream, weights, overlay, job, offset, pairs, scratch):
-        """(drawn, rest): draws the noise of pairs into scratch memory, the rest of which is free. drawn(call): the
-        first arguments of a kernel."""
-        table, size = self._tables.plan, self._drawn_bytes(pairs)
-        words, each = scratch[:size].view(np.int32), self._plan.words if pairs else 0
-        self._draw_kernel((max(pairs, 1), len(table)), noise.THREADS, stream, table, weights, overlay, job, offset,
-                          each, words)
-        return lambda call: (words[call:], each), scratch[size:]
+    def _draw(self, stream, weights, overlay, job, offset, pairs, array):
+        """Draws the noise of pairs into an array, or what all windows without noise share. Returns a function of a call
+        of the plan: the first arguments of its kernel."""
+        kernels, tables = self._kernels, self._tables
+        each = 0 if job is tables.no_job else kernels.plan.words
+        kernels.draw((pairs if each else 1, len(tables.plan)), noise.THREADS, stream, tables.plan, weights, overlay,
+                     job, offset, each, array)
+        return lambda call: (array[call:], each)
 
     def _exps(self, clean):
         """The table of exponentials of a head: that of validation, or that of members."""
@@ -142,10 +136,10 @@ class Transformer(Forward):
     MODULE = transformer
 
     def scratch_bytes(self, pairs):
-        return self._drawn_bytes(pairs) + self._kernels.layout(pairs)[1]
+        return self._kernels.layout(pairs)[1]
 
     def clean_scratch_bytes(self, windows, length):
-        return self._drawn_bytes(0) + self._kernels.layout(windows)[1]
+        return self.scratch_bytes(windows)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
@@ -157,10 +151,10 @@ class Transformer(Forward):
     def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head):
         """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
         model."""
-        plan, kernels, tables = self._plan, self._kernels, self._tables
+        kernels, plan, tables = self._kernels, self._kernels.plan, self._tables
         length, packed, clean = padded_length(self.cfg), packed.view(np.int32), head is kernels.clean_head
-        drawn, scratch = self._draw(stream, weights, overlay, job, offset, 0 if clean else pairs, scratch)
         a = arrays_in(scratch, kernels.layout(pairs)[0])
+        drawn = self._draw(stream, weights, overlay, job, offset, pairs, a.drawn)
         stride, width = transformer.rows_of_pairs(self.cfg, pairs), windows.size // pairs
         rows = 2 * pairs * length
         most = min(processors(), transformer.MOST_BLOCKS)
@@ -209,11 +203,13 @@ class Recurrent(Forward):
         return aligned(pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM) if self.cfg.STATE_TOKENS else 0
 
     def scratch_bytes(self, pairs):
-        return self._state_bytes(pairs) + self._drawn_bytes(pairs) + max(
-            self._kernels.layout(pairs, n)[1] for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
+        if not pairs:
+            return 0
+        return self._state_bytes(pairs) + max(self.clean_scratch_bytes(pairs, n)
+                                              for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
 
     def clean_scratch_bytes(self, windows, length):
-        return self._drawn_bytes(0) + self._kernels.layout(windows, length)[1]
+        return self._kernels.layout(windows, length)[1] if windows else 0
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         before, states = self.cfg.STATE_TOKENS, None
@@ -221,25 +217,24 @@ class Recurrent(Forward):
         work = scratch[self._state_bytes(pairs):]
         if before:
             states = scratch[:pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
-            self._launch(*model, pairs, before, work, states=states, keep=1)
+            self._launch(*model, pairs, before, work, self._tables.no_job, states=states, keep=1)
         self._launch(*model, pairs, self.cfg.SEQ_LEN, work, job, offset, self._kernels.head, losses, states, before,
                      int(before > 0))
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
-                     head=self._kernels.clean_head, losses=nats)
+                     self._tables.no_job, 0, self._kernels.clean_head, nats)
 
-    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job=None, offset=0, head=None,
+    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
                 losses=None, states=None, skip=0, begin=0, keep=0):
-        """The pass over `units` pairs or, without a job, windows. It reads n positions from `skip` on of rows of
+        """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
         `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
         at the end go there. head: None, or what makes losses: int64 [units, 2]; of validation float64 [units, n]."""
-        plan, kernels, tables = self._plan, self._kernels, self._tables
+        kernels, plan = self._kernels, self._kernels.plan
         H = self.cfg.HIDDEN_DIM
         packed, stride = packed.view(np.int32), rows_of_places(units * n)
-        drawn, scratch = self._draw(stream, weights, overlay, tables.no_job if job is None else job, offset,
-                                    0 if job is None else units, scratch)
         a = arrays_in(scratch, kernels.layout(units, n)[0])
+        drawn = self._draw(stream, weights, overlay, job, offset, units, a.drawn)
 
         def norm(kernel, call, out, sb):
             kernel((units, blocks(n, 64)), 256, stream, *drawn(call), packed, kernels.rows_at, tokens, width, skip, n,

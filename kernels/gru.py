@@ -21,7 +21,7 @@ instead of a pair, whose members are the same then."""
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from numba import cuda, int32, int64, types, uint64
+from numba import cuda, int32, int64, types
 
 from kernels import gru_parts, noise, ptx
 from kernels.gru_parts import norm_kernel, row_of, rows_of_places
@@ -139,7 +139,7 @@ def _prepare_function(cfg, gpu, shape, as_column, fill_input):
     def prepare(words, bytes_, at, c, column, unit, drawn, first, each):
         for slot in range(SLOTS):
             here, i = at + slot * TABLE, first + (unit + slot) * each + min(column + c, COLUMNS - 1)
-            words[here + c] = as_column(drawn[uint64(i)])
+            words[here + c] = as_column(drawn[i])
             if INNER:
                 fill_input(words, bytes_, 4 * (here + 128), c, drawn, i + COLUMNS, COLUMNS)
 
@@ -581,7 +581,7 @@ class Kernels:
     noise; `matrices`, the words at which packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg = cfg
+        self.cfg, self.plan = cfg, Plan(cfg)
         tensors = parameters.tensors(cfg)
         named = {t.name: t for t in tensors}
         self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
@@ -602,7 +602,8 @@ class Kernels:
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, cut.KP)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
         self.head, self.clean_head = head_kernel(cfg, gpu), head_kernel(cfg, gpu, True)
-        layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
+        self.draw = noise.draw_kernel(cfg)
+        layers = [self.draw, *self.norms, *self.products.values(), self.recur, self.norm_f]
         self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
         head = named["head"]
         self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns, kernel.shape.KP)
@@ -615,6 +616,6 @@ class Kernels:
         rows = rows_of_places(units * n)
         size, shape = rows * self.cfg.HIDDEN_DIM, self.recur.shape
         tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns * 128
-        out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
-                               tables=tables))
+        out, end = ranges(dict(drawn=4 * self.plan.room(units), x=size, gates=size, candidates=size, more=2 * size,
+                               normed=size, sb=12 * rows, tables=tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end

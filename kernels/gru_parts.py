@@ -4,13 +4,13 @@ A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by 
 rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
 """
 
-from numba import cuda, float32, int8, int32, int64, uint32, uint64
+from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s,
+from kernels.parts import (A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s, pack_bytes,
                            quad_sum)
-from kernels.noise import input_words
+from kernels.noise import factor_function, input_words
 from kernels.product import TALLEST
 from kernels.rules import device
 
@@ -28,16 +28,12 @@ def both(x):
 HIGHEST, LOWEST = both(127), both(-127)
 
 
-def clip_function(cc, base, lowest, highest):
-    """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
-    k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction."""
-    CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
-    LOW, HIGH = float(base + lowest), float(base + highest)
-    LOW2, HIGH2 = both(OFF + lowest), both(OFF + highest)
+def clip_function(cc):
+    """Device function that clips four floats BASE + k, which may have a fraction, to -127..127 and returns two words of
+    two int16 OFFSET + k."""
+    LOW, HIGH = float(BASE - 127), float(BASE + 127)
+    LOW2, HIGH2 = both(OFFSET - 127), both(OFFSET + 127)
     NATIVE = cc[0] >= 9
-    _, min2, max2 = ptx.int16_pairs(cc)
-    if base != MAGIC:
-        min2, max2 = ptx.min2_unsigned, ptx.max2_unsigned
 
     @device
     def limited(a):
@@ -45,8 +41,8 @@ def clip_function(cc, base, lowest, highest):
 
     @device
     def two(a, b):
-        y = ptx.byte_permute(ptx.float_bits(limited(a)), ptx.float_bits(limited(b)), CHOSEN)
-        return max2(min2(y, HIGH2), LOW2) if NATIVE else y
+        y = ptx.byte_permute(ptx.float_bits(limited(a)), ptx.float_bits(limited(b)), 0x6521)
+        return ptx.max2_unsigned(ptx.min2_unsigned(y, HIGH2), LOW2) if NATIVE else y
 
     @device
     def clipped(a, b, c, d):
@@ -71,11 +67,11 @@ def input_functions(cfg, nz, inputs):
     @device
     def fill(words, bytes_, at, place, drawn, i, n):
         if MODE == 0:
-            bytes_[at + place] = drawn[uint64(i)]
+            bytes_[at + place] = drawn[i]
         else:
-            words[at // 4 + place] = drawn[uint64(i)]
+            words[at // 4 + place] = drawn[i]
             if MODE == 2:
-                words[at // 4 + place + inputs] = drawn[uint64(i + n)]
+                words[at // 4 + place + inputs] = drawn[i + n]
 
     if MODE == 0:
         @device
@@ -100,7 +96,7 @@ def input_functions(cfg, nz, inputs):
 def normed_function(cfg, cc):
     """Device function: ln of a word of x, of columns 16 k + 4 q... of member m's row; the table of the weights is at a
     shared address."""
-    H, clipped = cfg.HIDDEN_DIM, clip_function(cc, BASE, -127, 127)
+    H, clipped = cfg.HIDDEN_DIM, clip_function(cc)
 
     @device
     def normed(word, m, k, address, q, reciprocal):
@@ -210,62 +206,37 @@ def row_of(unit, position, n):
     return (int64(place >> 3) << 4) + (place & 7)
 
 
-def embedding_functions(cfg, nz, cc):
-    """(fill, of_token, embedded), device functions of the embedding, whose noise of the hidden side begins at `first`,
-    behind it that of the tokens:
+def embedding_functions(cfg, nz):
+    """(of_token, embedded), device functions of the embedding. Its noise is in `drawn`: from `first` on that of the
+    hidden side, then that of the tokens.
 
-    fill(words, at, drawn, first, i)        sets the noise of column i in the table that begins at word `at`, H words or
-                                            with noise mode 2 2 H
-    of_token(drawn, first, token)           a token's noise, and its factor
-    embedded(x, to, packed, at, address, token_noise, token_factor, q)
-                                            x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
-                                            `at` on; their noise: a shared address
+    of_token(drawn, first, token)                   a token's noise, and its factor
+    embedded(x, to, packed, at, drawn, first, n, f, q)
+                                                    x[to...] = four words [16 columns][row] of 32 columns of x, from
+                                                    packed word `at` and drawn[first] on; n, f: of_token
     """
     H = cfg.HIDDEN_DIM
-    MODE, SHIFT, UNIT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
+    SHIFT = cfg.NOISE_SHIFT
     AT_TOKENS, TOKENS = input_words(cfg, H), blocks(cfg.VOCAB_SIZE, 4) * 4
-    table_term = nz.table_term
-    clipped = clip_function(cc, MAGIC, 1, 255)
-
-    @device
-    def fill(words, at, drawn, first, i):
-        n = drawn[first + i]
-        words[at + i] = n if MODE else ptx.float_bits(float32(n))
-        if MODE == 2:
-            words[at + H + i] = drawn[first + H + i]
+    table_term, factor = nz.table_term, factor_function(cfg)
 
     @device
     def of_token(drawn, first, token):
         at = first + AT_TOKENS + token
-        n = drawn[at]
-        if MODE == 2:
-            return n, ptx.bits_float(drawn[at + TOKENS])
-        return n, float32(1 / 64) if MODE else float32(float32(n) * float32(UNIT))
+        return drawn[at], factor(drawn, at + TOKENS)
 
     @device
-    def disturbed(word, j, other, f, token_noise, token_factor, sign):
-        """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
-        if MODE == 0:
-            return ptx.fma_down(token_factor, ptx.bits_float(other),
-                                ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = table_term(token_noise, token_factor, other, ptx.bits_float(f) if MODE == 2 else float32(1 / 64))
-        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> SHIFT))
-        return ptx.bits_float(int32(clip(v) + (BITS + 128)))
-
-    @device
-    def embedded(x, to, packed, at, address, token_noise, token_factor, q):
-        e = ptx.load2(packed, at + q * 2)
+    def embedded(x, to, packed, at, drawn, first, n, f, q):
+        e, u = ptx.load2(packed, at + q * 2), int32s(8)
         for i in range(2):
-            other = ptx.load_shared4(address + i * 64 + q * 16)
-            f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE == 2 else other
-            for m in range(2):
-                u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
-                for j in range(4):
-                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m))
-                y, z = clipped(u[0], u[1], u[2], u[3])
-                x[to + 2 * i + m] = ptx.bytes4(y, z)
+            here = first + i * 16 + q * 4
+            other = ptx.load4(drawn, here)
+            for k in range(4):
+                d, v = table_term(n, f, other[k], factor(drawn, here + H + k)), byte(int32(e[i] ^ SIGNS), k)
+                u[k], u[4 + k] = clip(int32(v + (d >> SHIFT))), clip(int32(v + (int32(-d) >> SHIFT)))
+            x[to + 2 * i], x[to + 2 * i + 1] = pack_bytes(u, 0) ^ SIGNS, pack_bytes(u, 4) ^ SIGNS
 
-    return fill, of_token, embedded
+    return of_token, embedded
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -279,12 +250,11 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
     SIZE = input_bytes(cfg, H)
-    AT_NOISE = 16 * H + streams * SIZE
     EMBEDDING = 2 * H + streams * input_words(cfg, H)
     fill_input, add = input_functions(cfg, nz, H)
     fill_norm = norm_table_function(cfg, fill_input, streams)
     normed = normed_function(cfg, cc)
-    fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
+    of_token, embedded = embedding_functions(cfg, nz)
 
     @cuda.jit(launch_bounds=256)
     def norm(drawn: A32, each, packed: A32, rows_at, tokens: A32, width, skip, n, stride, x: A32, out: A32, sb: A32):
@@ -296,8 +266,6 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         first = pair * each
         for i in range(t, H, 256):
             fill_norm(words, bytes_, drawn, first, i)
-            if embeds:
-                fill_columns(words, AT_NOISE // 4, drawn, first + EMBEDDING, i)
         cuda.syncthreads()
         inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
         to = row_of(pair, position, n)
@@ -307,7 +275,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             e = int32s(4)
             token_noise, token_factor = of_token(drawn, first + EMBEDDING, token)
             for b in range(STEPS):
-                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
+                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, drawn, first + EMBEDDING + b * 32,
                          token_noise, token_factor, q)
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
@@ -334,7 +302,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             if q == 0 and inside != 0:
                 sb[row], sb[stride + row], sb[2 * stride + row] = sum0, sum1, 0
 
-    return Kernel(norm, AT_NOISE + 8 * H * embeds)
+    return Kernel(norm, 16 * H + streams * SIZE)
 
 
 def rows_of_places(places):

@@ -72,7 +72,7 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE, clean):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
         for m in range(SLOTS):
             n = ((member + m) >> MEMBERS) * each + (v if not RAGGED or v < V else V - 1)
-            sm[at + m * 128 + slot] = as_column(drawn[uint64(n)])
+            sm[at + m * 128 + slot] = as_column(drawn[n])
 
     @device
     def logit(a):
@@ -190,7 +190,7 @@ def _loss_functions(cfg, gpu, logit, BASE, clean):
                 dots[i] = ptx.dp4a(w[1] ^ SIGNS, b, ptx.dp4a(w[0] ^ SIGNS, a, dots[i]))
         z = int32(0)
         for i in range(TARGETS):
-            n = int32(int32(s[half] * drawn[uint64(unit * each + tokens[i])]) >> SHIFT)
+            n = int32(int32(s[half] * drawn[unit * each + tokens[i]]) >> SHIFT)
             z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
         return z
 

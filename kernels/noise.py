@@ -10,13 +10,13 @@ inputs      n words of input_coefficient (kernels.rules.build_noise), with ADAPT
 """
 
 import numpy as np
-from numba import cuda, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.parts import A2, A8, A32, AU32, blocks
 from kernels.product import TALLEST
-from kernels.rules import build_noise
+from kernels.rules import build_noise, device
 from model import parameters
 
 VECTOR, COLUMNS, INPUTS = range(3)
@@ -28,6 +28,17 @@ THREADS = 256
 def input_words(cfg, inputs):
     """Words of the noise of `inputs` inputs, which are a multiple of 4."""
     return inputs * (2 if cfg.ADAPTIVE_NOISE_MODE == 2 else 1) + 4
+
+
+def factor_function(cfg):
+    """Device function: the factor at drawn[at] as table_term (kernels.rules.build_noise) takes it beside the
+    coefficient of an input, which has that of mode 1 in it."""
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+
+    @device
+    def factor(drawn, at):
+        return ptx.bits_float(drawn[at]) if MODE == 2 else float32(1 / 64)
+    return factor
 
 
 class Plan:
@@ -63,9 +74,9 @@ class Plan:
         t = self._tensors[name, layer]
         return INPUTS, t.rows, 0, t.seed_b, 0, t.overlay_b
 
-    def room(self, pairs, length):
-        """Words of the array for pairs of windows of `length` positions, with the pairs that fill the tallest tile."""
-        return self.words * (pairs + blocks(TALLEST, length) + 1)
+    def room(self, pairs):
+        """Words of an array for pairs, with those whose rows fill the tallest tile."""
+        return self.words * (pairs + blocks(TALLEST, self._cfg.SEQ_LEN) + 1)
 
     def table(self):
         return np.array(self._rows, np.int32)

@@ -43,6 +43,7 @@ def build_noise(cfg):
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
                                              factor (mode 2)
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
+    table_term(a, factor_a, b, factor_b) -> int32    trunc(a * b * factors), the noise of a column that is looked up
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE

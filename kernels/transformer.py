@@ -21,7 +21,7 @@ from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.parts import (A32, A64, A8, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
-from kernels.noise import input_words
+from kernels.noise import factor_function, input_words
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, byte_of, device, divide, loudest, ntt_functions
@@ -40,19 +40,14 @@ def _embed_kernel(cfg, nz, gpu):
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
     LENGTH = padded_length(cfg)
-    MODE, SHIFT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT
+    SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
-    table_term = nz.table_term
+    table_term, factor = nz.table_term, factor_function(cfg)
     coefficient, place = ntt_functions(cfg, cfg.NTT_CAUSAL)
-    POSITIONS, WORDS = min(LENGTH, 64), 2 * H + input_words(cfg, H)
-    TOKENS, BYTES = blocks(cfg.VOCAB_SIZE, 4) * 4, 256
-    AT_NTT, AT_HIDDEN = WORDS + input_words(cfg, TOKENS), input_words(cfg, BYTES)
-    EACH = AT_HIDDEN + input_words(cfg, H)
-
-    @device
-    def factor(words, at):
-        """What `table_term` takes beside an input_coefficient, which has that of mode 1 in it."""
-        return ptx.bits_float(words[at]) if MODE == 2 else float32(1 / 64)
+    POSITIONS, TOKENS, BYTES = min(LENGTH, 64), blocks(cfg.VOCAB_SIZE, 4) * 4, 256
+    # words of the call
+    AT_TOKENS, AT_HIDDEN = 2 * H + input_words(cfg, H), input_words(cfg, BYTES)
+    AT_NTT, EACH = AT_TOKENS + input_words(cfg, TOKENS), AT_HIDDEN + input_words(cfg, H)
 
     @device
     def look_up(weights, drawn, at, c, i):
@@ -69,35 +64,29 @@ def _embed_kernel(cfg, nz, gpu):
     @cuda.jit(launch_bounds=256)
     @gpu.unroll
     def embed(drawn: A32, each, at_table, weights: A8, packed: A32, windows: A32, width, h: A32, losses: A64):
-        table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise of the hidden units
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         first = unit * each
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
-        for i in range(t, WORDS, 4 * POSITIONS):
-            table[i] = drawn[first + i]
-        cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
             q, here = lane & 3, min(position, T - 1)
             token = windows[unit * width + here]
             coef = coefficient(windows, unit * width, here) if NTT else int32(0)
-            n, f = drawn[first + WORDS + token], factor(drawn, first + WORDS + TOKENS + token)
+            n, f = drawn[first + AT_TOKENS + token], factor(drawn, first + AT_TOKENS + TOKENS + token)
             at = at_table + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
-            address, x = ptx.shared_address(table, q * 4), int32s(8)
+            x = int32s(8)
             for piece in range(H // 16):
-                word = packed[uint64(at + piece * 32)]
-                even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
-                c = ptx.load_shared4(address + piece * 64 + 8 * H)
+                word, here = packed[uint64(at + piece * 32)], first + piece * 16 + q * 4
+                even, odd, c = ptx.load4(drawn, here), ptx.load4(drawn, here + H), ptx.load4(drawn, here + 2 * H)
                 for k in range(4):
-                    i = piece * 16 + q * 4 + k
-                    d = table_term(n, f, c[k], factor(table, 3 * H + i))
+                    d = table_term(n, f, c[k], factor(drawn, here + 3 * H + k))
                     e = byte(word, k)
                     ntt_even = int32(0)
                     ntt_odd = int32(0)
                     if NTT:
-                        ntt_even, ntt_odd = look_up(weights, drawn, first + AT_NTT, coef, i)
+                        ntt_even, ntt_odd = look_up(weights, drawn, first + AT_NTT, coef, piece * 16 + q * 4 + k)
                     x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
@@ -287,11 +276,11 @@ def _up_tables(cfg, gpu, shape, as_column, BASE):
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
         for slot in range(SLOTS):
             first, to = ((member + slot) >> 1) * each + i, at + slot * TABLE + c
-            sm[to] = as_column(drawn[uint64(first)])
-            bias = drawn[uint64(first + 4 * H + ((member + slot) & 1) * (4 * H))]
+            sm[to] = as_column(drawn[first])
+            bias = drawn[first + 4 * H + ((member + slot) & 1) * (4 * H)]
             sm[to + UP_BIAS] = (bias << SHIFT) + BASE if BASE else bias + 128
             # both forms: a branch here would make the products wait for each other
-            coefficient = drawn[uint64(first + 12 * H)]
+            coefficient = drawn[first + 12 * H]
             if MODE < 2:
                 word = pack_quad(coefficient >> ONE)
                 if c & 3 == 0:
@@ -299,7 +288,7 @@ def _up_tables(cfg, gpu, shape, as_column, BASE):
             if MODE > 0:
                 sm[to + UP_COEFFICIENT] = coefficient
                 if MODE == 2:
-                    sm[to + UP_FACTOR] = drawn[uint64(first + 16 * H)]
+                    sm[to + UP_FACTOR] = drawn[first + 16 * H]
 
     return prepare
 
@@ -450,9 +439,9 @@ def _sum_functions(cfg, gpu, shape, kind, TABLE):
         i = min(columns + min(c, N - 1), H - 1)
         for slot in range(SLOTS):
             here, to = first + ((member + slot) >> 1) * each + i, at + slot * TABLE + c
-            sm[to] = drawn[uint64(here)]
+            sm[to] = drawn[here]
             if DOWN:
-                sm[to + 128] = drawn[uint64(here + H + ((member + slot) & 1) * H)]
+                sm[to + 128] = drawn[here + H + ((member + slot) & 1) * H]
 
     @device
     def add_all(acc, s, at_noise, h, to, col):
@@ -679,7 +668,7 @@ class Kernels:
     which their packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg, nz = cfg, build_noise(cfg)
+        self.cfg, self.plan, nz = cfg, Plan(cfg), build_noise(cfg)
         self.at_embedding = packing.at["embedding", 0]
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
@@ -688,7 +677,8 @@ class Kernels:
         self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)
         self.head, self.clean_head = head_kernel(cfg, gpu), head_kernel(cfg, gpu, True)
-        both = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]
+        self.draw = noise.draw_kernel(cfg)
+        both = [self.draw, self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]
         self.noisy, self.clean = [*both, self.head], [*both, self.clean_head]
         qkv, up, down = (QUADS, self.full_width["qkv"]), (UP, self.up), (DOWN, self.full_width["down"])
         used = dict(embedding=(PLAIN, self.head), w_q=qkv, w_k=qkv, w_v=qkv, w_o=(QUADS, self.full_width["o"]),
@@ -702,12 +692,13 @@ class Kernels:
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):
-        """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs, bytes of all)."""
+        """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs or windows, bytes of all)."""
         rows, H = rows_of_pairs(self.cfg, pairs), self.cfg.HIDDEN_DIM
         spill = max(2 * MOST_BLOCKS * (kernel.shape.passes - 1) * kernel.shape.N * THREADS
                     for kernel in self.full_width.values())
         out, end = host.ranges(dict(
-            h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
+            drawn=4 * self.plan.room(pairs), h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H,
+            queries=(2 * rows + 64) * H,
             values=blocks(rows, padded_length(self.cfg)) * H * value_length(self.cfg), spill=max(spill, 4)))
         out["keys"] = (out["queries"][0] + rows * H, out["queries"][1])      # behind the queries
         return out, end
