@@ -39,8 +39,8 @@ from model import parameters
 # --- device functions -------------------------------------------------------------------------------------------------
 
 def unroll_registers(gpu, long=False):
-    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise of
-    mode 2). Of the others every compiler unrolls the inner ones, over d and g."""
+    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise
+    that is scaled). Of the others every compiler unrolls the inner ones, over d and g."""
     if long:
         return lambda function: device(unroll(function))
     return device if gpu.cc[0] < 10 else lambda function: device(unroll(function, {"i", "j"}))
@@ -382,7 +382,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     KS, RAGGED, AT_PAST = shape.each, shape.columns != 2 * H, shape.at_past
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     _, added = gru_parts.int16_functions(gpu.cc)
-    column_of, registers = _column_function(shape), unroll_registers(gpu)
+    column_of, registers = _column_function(shape), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE > 0)
 
     @registers
     def gate(thread, ahead, row0):
