@@ -21,7 +21,7 @@ from model import parameters
 
 VECTOR, COLUMNS, INPUTS = range(3)
 # columns of a row of the table of parts
-KIND, FIRST, LENGTH, WEIGHTS, SEED_A, SEED_B, OVERLAY, ROW = range(8)
+KIND, FIRST, LENGTH, WEIGHTS, SEED_A, SEED_B, OVERLAY = range(7)
 THREADS = 256
 
 
