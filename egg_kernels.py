@@ -1,6 +1,7 @@
 """The CUDA model: the phases of the forward pass in order (SPEC 2 to 7, 13, 21), each a kernel of the folder `kernels`.
 
 model        kernels, in this order (here: Transformer._launch, Recurrent._launch)
+both         draw: the noise on weights of all pairs, which the kernels below read (kernels.noise)
 transformer  embed, norm, up, down; in each layer norm, qkv, attention, o, norm, up, down; then norm, head
 recurrent    in each layer norm (the first looks up the embedding), gates, recur, norm, inner, down; then norm, head
 
@@ -9,13 +10,12 @@ weights      the pass over pairs of members, by these kernels
 units        unit trials, by kernels of their own (kernels.units), whose arrays are row-major: a forward pass over the
              windows of a chunk, the head's errors, the transposed pass, and the votes
 
-Validation is the pass with the noise masked out by the job, and another head, `clean`; with unit trials no noise is
-hashed at all.
+Validation is the pass with a noise of 0, which the job says by its mask, and another head, `clean`.
 
 card         cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
              from the shared memory of a block (kernels.product)
 
-Each launch says on which row of the plan (the run-time constants of a call), from and to which array.
+Each launch says of which call of the plan, from and to which array.
 
 What the CUDA engine uses:
 

@@ -10,7 +10,7 @@ Rows     Two members, those of a pair, share everything but the sign of their no
          g + 8, see Fragment in kernels.product) has one position and one noise.
          Two pairs of windows of 8 positions, for example: rows 0 to 7 are the even member of pair 0 at positions 0 to
          7, rows 8 to 15 its odd member, rows 16 to 23 and 24 to 31 those of pair 1. A warp takes rows 0 to 15; its
-         lanes with g = 3 hold rows 3 and 11: both members of pair 0 at position 3. They hash one noise, which the odd
+         lanes with g = 3 hold rows 3 and 11: both members of pair 0 at position 3. They have one noise, which the odd
          member subtracts.
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
@@ -27,9 +27,8 @@ from kernels import gru_parts, noise, ptx
 from kernels.gru_parts import norm_kernel, row_of, rows_of_places
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.parts import (A32, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
-                           unroll, unrolled)
 from kernels.noise import input_words
+from kernels.parts import A32, blocks, byte, called, clip, int32s, quad_sum, quotient_function, unroll, unrolled
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              members_of, place_function, product_functions, shapes, wide_shape)
 from kernels.rules import build_noise, device

@@ -8,9 +8,8 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s, pack_bytes,
-                           quad_sum)
 from kernels.noise import factor_function, input_words
+from kernels.parts import A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s, pack_bytes, quad_sum
 from kernels.product import TALLEST
 from kernels.rules import device
 

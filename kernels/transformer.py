@@ -5,8 +5,8 @@ Rows        A member's T positions are padded to a multiple of 16, so that the 1
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
 Packing     See kernels.product. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32 neighbouring i,
             so that the four units which share a running integer (SPEC 4) lie in one thread.
-Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
-            head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
+Epilogues   Noise of the columns is fetched while the tensor cores work. The accumulators of the up projection and of
+            the head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
             columns, sums of earlier passes wait in scratch memory of the block.
 """
 
@@ -19,9 +19,9 @@ from kernels import host, noise, ptx
 from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
-from kernels.parts import (A32, A64, A8, across, amax_scale, blocks, byte, clip, int32s, pack4,
-                           pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.noise import factor_function, input_words
+from kernels.parts import (A32, A64, A8, across, amax_scale, blocks, byte, clip, int32s, pack4, pack_bytes, pack_quad,
+                           pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, byte_of, device, divide, loudest, ntt_functions
