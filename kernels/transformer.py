@@ -6,8 +6,8 @@ Rows        A member's T positions are padded to a multiple of 16, so that the 1
 Packing     See kernels.product. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32 neighbouring i,
             so that the four units which share a running integer (SPEC 4) lie in one thread.
 Epilogues   Noise of the columns is fetched while the tensor cores work. The accumulators of the up projection and of
-            the head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
-            columns, sums of earlier passes wait in scratch memory of the block.
+            the head begin with it. Products of full width keep a row's amax in the block; where the row is wider than
+            512 columns, sums of earlier passes wait in scratch memory of the block.
 """
 
 import functools
