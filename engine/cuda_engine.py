@@ -43,7 +43,6 @@ BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token, at most
 MANY_TEXTS = 1024           # from this number of texts on, fewer threads per text keep the GPU busy
 DIGESTERS = 1024            # blocks that make a digest, at most
-NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
 ROOM = 16                   # of a text in device memory: a multiple of it
 # for which kernels are made that read texts
@@ -481,7 +480,7 @@ class CudaEngine:
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state = self._weights, self._moments, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
+        self._inputs = cuda.device_array(24, np.uint8)       # place and job, see _set_job
         self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
@@ -600,11 +599,11 @@ class CudaEngine:
 
     def _set_job(self, first=0):
         """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
-        step's first window, first pair or window) and the job (seed, first pair or window, mask of the noise)."""
+        step's first window, first pair or window) and the job (seed, first pair or window)."""
         cfg, pair = self.cfg, first // self.cfg.MEMBERS
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job = struct.pack("2q3I", start, pair, seed, pair, NOISY)
+        job = struct.pack("2q2I", start, pair, seed, pair)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
         cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 

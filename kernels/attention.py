@@ -4,9 +4,8 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import A32, A8, AU32, PLAN, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum
+from kernels.parts import A32, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum
 from kernels.product import ZEROS, padded_length
-from kernels.rules import I_OVERLAY, I_SEED, source_of, stream_of
 
 KEYS = 64                                   # positions of keys and values that a block takes at a time
 
@@ -151,11 +150,11 @@ def _sum_functions(cfg, nz, gpu):
                 high[4 * d + e] += w[e] >> 16
 
     @gpu.device
-    def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
+    def finish(high, low, at, dens, reciprocals, drawn, at_noise, a, to, sums):
         """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
         stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
         is right or one less."""
-        c, x = ptx.load_shared4(at_c), int32s(4)
+        c, x = ptx.load4(drawn, at_noise), int32s(4)
         for half in range(2):
             den = dens[half]
             for k in range(4):
@@ -169,7 +168,7 @@ def _sum_functions(cfg, nz, gpu):
                           - int32(0x4B000000))
                 q = int32(q + 1) if int32(size - q * den) >= den else q
                 x[k] = q if total >= float32(0) else -q
-                f = factors[at_f + k] if MODE == 2 else float32(0)
+                f = ptx.bits_float(drawn[at_noise + H + k]) if MODE == 2 else float32(0)
                 sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
 
@@ -183,7 +182,7 @@ def attention_kernel(cfg, nz, gpu):
     Keys and values of a head come to shared memory KEYS positions at a time while the tile before is used. A row's
     scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last
     tile, which is still at hand, back to the first.
-    plan: the input side of the output projection."""
+    drawn: the inputs of the output projection."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     HEADS = cfg.N_HEADS
@@ -193,7 +192,6 @@ def attention_kernel(cfg, nz, gpu):
     MOST, COPIES = exp_sizes(cfg)
     EXPS = (MOST + 1) * COPIES
     QUERY = D // 32
-    FACTORS = H if MODE == 2 else 1
     SCORES = KEYS // 2
     BELOW_ONE = 1 - 2.0 ** -22
     MANY = LENGTH > KEYS                                     # more than one tile
@@ -201,17 +199,14 @@ def attention_kernel(cfg, nz, gpu):
     BYTES, STAGE = KEYS * D, 2 * KEYS * D                    # of keys, and of a stage
     # threads, and blocks of a multiprocessor: as many as registers allow
     ALL, RESIDENT = 32 * min(4, LENGTH // 16), 4 if not MANY else 3 if D <= 64 else 2
-    factor, input_coefficient = nz.factor, nz.input_coefficient
     fetch, begin_head, scores, largest, weigh = _tile_functions(cfg, gpu, ALL, SUMS)
     split, set_values, add_values, finish = _sum_functions(cfg, nz, gpu)
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @gpu.unroll
-    def attention(call, plan: A32, overlay: A8, job: AU32, offset, exps: A32, queries: A32, keys: A32, values: A32,
-                  a: A32, sb: A32):
+    def attention(drawn: A32, each, exps: A32, queries: A32, keys: A32, values: A32, a: A32, sb: A32):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
-        coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
         t = cuda.threadIdx.x
         member = cuda.blockIdx.x
         mine = cuda.blockIdx.y
@@ -223,20 +218,13 @@ def attention_kernel(cfg, nz, gpu):
         fetch(base, keys, values, member, 0, per_head, tiles, t)
         for i in range(t, EXPS, ALL):
             exp[i] = exps[i // COPIES]
-        source = source_of(plan, call * PLAN, overlay, overlay, job, offset + (member >> 1))
-        stream = stream_of(source, I_SEED, 0)
-        for i in range(t, H, ALL):
-            entry = overlay[plan[source.p + I_OVERLAY] + i]
-            coefficient[i] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                factors[i] = factor(entry, stream, i)
         position = mine * 64 + warp * 16 + (lane >> 2)
         row = int64(member) * LENGTH + position
         works = mine * 64 + warp * 16 < LENGTH
         at, first = (row >> 3) * (2 * H) + lane, (lane & 3) * 2
         wide_at_last = int32(warp & 3) >= 2                  # sees more than 32 positions of the last tile
         copy = lane & (COPIES - 1)
-        at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
+        at_noise = (member >> 1) * each + (lane & 3) * 4
         at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
         at_v = base + BYTES + lane * 16
         s = int32s(SCORES)
@@ -282,8 +270,8 @@ def attention_kernel(cfg, nz, gpu):
                         if not MANY:
                             set_values(low, limbs, at_v + here, d, wide)
                         channel = head * D + d * 16
-                        finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
-                               channel + (lane & 3) * 4, factors, a, at + (channel >> 4) * 32, sums)
+                        finish(high, low, 8 * d if MANY else 0, dens, reciprocals, drawn,
+                               at_noise + channel, a, at + (channel >> 4) * 32, sums)
             cuda.syncthreads()
         for half in range(2):
             total = quad_sum(sums[half])

@@ -10,42 +10,41 @@ Rows     Two members, those of a pair, share everything but the sign of their no
          g + 8, see Fragment in kernels.product) has one position and one noise.
          Two pairs of windows of 8 positions, for example: rows 0 to 7 are the even member of pair 0 at positions 0 to
          7, rows 8 to 15 its odd member, rows 16 to 23 and 24 to 31 those of pair 1. A warp takes rows 0 to 15; its
-         lanes with g = 3 hold rows 3 and 11: both members of pair 0 at position 3. They hash one noise, which the odd
+         lanes with g = 3 hold rows 3 and 11: both members of pair 0 at position 3. They have one noise, which the odd
          member subtracts.
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
 """
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from numba import cuda, float32, int32, int64, types
+from numba import cuda, int32, int64, types
 
-from kernels import gru_parts, host, ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, TABLE_SEED_A, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
+from kernels import gru_parts, noise, ptx
+from kernels.gru_parts import norm_kernel, row_of, rows_of_places
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
-                           unroll, unrolled)
+from kernels.noise import input_words
+from kernels.parts import A32, blocks, byte, called, clip, int32s, quad_sum, quotient_function, unroll, unrolled
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              members_of, place_function, product_functions, shapes, wide_shape)
-from kernels.rules import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, build_noise, device, pair_functions, source_of,
-                           stream_of)
+from kernels.rules import build_noise, device
 from model import parameters
 
 
 # --- device functions -------------------------------------------------------------------------------------------------
 
 def unroll_registers(gpu, long=False):
-    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise of
-    mode 2). Of the others every compiler unrolls the inner ones, over d and g."""
+    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise
+    that is scaled). Of the others every compiler unrolls the inner ones, over d and g."""
     if long:
         return lambda function: device(unroll(function))
     return device if gpu.cc[0] < 10 else lambda function: device(unroll(function, {"i", "j"}))
 
 
-def early_noise_quotients(cfg, nz, inputs, lowest=-127):
+def early_noise_quotients(cfg, inputs, lowest=-127):
     """(row, column, begin, BASE, pairs) of a product over `inputs` whose accumulators begin with their noise:
 
     row(s), column(n)           a signed sb and a column noise as `begin` wants them
@@ -53,7 +52,7 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
     pairs(acc, i)               four columns from acc[i] on as two words of two int16: the quotients, rounded down and
                                 clipped
     """
-    noisy = begin_functions(cfg, nz, inputs)
+    noisy = begin_functions(cfg, inputs)
     BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, noisy.BASE, lowest)
 
     @device
@@ -127,22 +126,20 @@ def _store_function(cfg, gpu, shape, pieces, pairs, add):
     return store_inner if shape.kind == "inner" else store_rows
 
 
-def _prepare_function(cfg, nz, gpu, shape, as_column, fill_input):
+def _prepare_function(cfg, gpu, shape, as_column, fill_input):
     """Device function: tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128.
     Without a branch, which would make the products wait for each other."""
     COLUMNS = shape.outputs
     SLOTS, TABLE = shape.slots, shape.table
     INNER = shape.kind == "inner"
-    noise_of, _ = pair_functions(cfg, nz)
 
     @gpu.device
-    def prepare(words, bytes_, at, c, column, unit, source, p):
-        col = min(column + c, COLUMNS - 1)
+    def prepare(words, bytes_, at, c, column, unit, drawn, first, each):
         for slot in range(SLOTS):
-            here = at + slot * TABLE
-            words[here + c] = as_column(noise_of(source, unit + slot, col, p))
+            here, i = at + slot * TABLE, first + (unit + slot) * each + min(column + c, COLUMNS - 1)
+            words[here + c] = as_column(drawn[i])
             if INNER:
-                fill_input(words, bytes_, 4 * (here + 128), c, source, p + W_DOWN_INPUT, unit + slot, col)
+                fill_input(words, bytes_, 4 * (here + 128), c, drawn, i + COLUMNS, COLUMNS)
 
     return prepare
 
@@ -154,7 +151,8 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     H.
 
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
-    plan: W_F, W_H; W_UP, W_DOWN_INPUT; or w_down. sb: [3][stride], 0 and 1 of the inputs, 2 of u."""
+    drawn: columns of each matrix; of "inner" then the inputs of w_down. sb: [3][stride], 0 and 1 of the inputs, 2 of
+    u."""
     N = shape.N
     RG = shape.RG
     CG = shape.CG
@@ -164,6 +162,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     K = shape.K
     SLOTS = shape.slots
     TABLE = shape.table
+    OUTPUTS = shape.outputs
     ACC = N // 2
     PIECES = K // shape.KP
     MATRIX_WORDS = shape.columns * K // 4
@@ -172,22 +171,21 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     SB_AT = 2 if shape.kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, shape.least)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, K, shape.least)
     begin_tile = begin_tile_function(gpu, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
-    prepare = _prepare_function(cfg, nz, gpu, shape, as_column, fill_input)
+    prepare = _prepare_function(cfg, gpu, shape, as_column, fill_input)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def product(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, units, n, stride, x: A32,
-                sb: A32, out: A32, beyond):
+    def product(drawn: A32, each, packed: A32, at, units, n, stride, x: A32, sb: A32, out: A32, beyond):
         places = units * n
         words, bytes_ = cuda.shared.array(0, int32, 128), cuda.shared.array(0, types.int8, 128)
         matrix = cuda.blockIdx.x % MATRICES
         begun = cuda.blockIdx.x // MATRICES
         every = cuda.gridDim.x // MATRICES
-        p = call * PLAN + matrix * W_H
+        first = matrix * OUTPUTS
         at = at + matrix * MATRIX_WORDS
         tiles = (2 * places - 1) // (64 * RG) + 1
         count = (tiles - 1 - begun) // every + 1 if begun < tiles else 0
@@ -198,13 +196,12 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
         c = t & 127
         q = lane & 3
         side = group % CG
-        source = source_of(plan, 0, weights, overlay, job, offset)
         tables = AT_TABLES + group * (2 * BUFFER)
         acc, s, sums = int32s(ACC), int32s(2), int32s(2)
         for i in range(ACC):
             acc[i] = 0
         step, odd = 0, 0
-        prepare(words, bytes_, tables, c, side * N, place_of(begun, t, n).first, source, p)
+        prepare(words, bytes_, tables, c, side * N, place_of(begun, t, n).first, drawn, first, each)
         ptx.named_barrier(1 + group, 128)
         for turn in range(count):
             tile = begun + turn * every
@@ -219,9 +216,9 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
                 begin_tile(acc, int32(base + 4 * here + q * 16), s)
                 step = multiply(acc, ring, step)
                 last = ahead == PASSES - 1                   # while the tensor cores work: the tables of the next pass
-                coming = place_of(tile + every, t, n).first if last else unit
+                coming = place_of(min(tile + every, tiles - 1), t, n).first if last else unit
                 prepare(words, bytes_, tables + (1 - odd) * BUFFER, c, ((0 if last else ahead + 1) * CG + side) * N,
-                        coming, source, p)
+                        coming, drawn, first, each)
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 col = (ahead * CG + side) * N
@@ -245,9 +242,8 @@ class Thread(NamedTuple):
     """What a thread has in a running recurrence: rows g and g + 8 are the members of a pair."""
     ring: object
     tables: object
-    source: object
-    p: int                  # the recurrence's row of the plan
-    pair: int
+    drawn: object
+    first: int              # the pair's first word of the call
     at_word: int            # shared address of the first word of its states
     works: bool             # whether it has rows
     acc: object             # local arrays: accumulators, gates, sums of what both rows' new vectors add to sb
@@ -260,21 +256,20 @@ class Thread(NamedTuple):
 
 def _recurrence(cfg, gpu):
     """The Shape of the recurrence, whose passes are those of both matrices. It has also `rows` of a block; `each` and
-    `all`, how many 16 columns a thread has in a pass and in a matrix; `tables` of 16 bytes for each of them; whether
-    these are `kept` in shared memory, for which those of noise mode 2 are too large; `at_past`, where the gated states
-    begin, behind the states."""
-    H, scaled = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE == 2
+    `all`, how many 16 columns a thread has in a pass and in a matrix; whether their tables are `kept` in shared memory;
+    `at_past`, where the gated states begin, behind the states."""
+    H = cfg.HIDDEN_DIM
     passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
     N = blocks(H, 128 * passes) * 32
     ways = []
     for rows in 64, 32:
-        for kept in (False,) if scaled else (True, False):
+        for kept in True, False:
             states = 2 * rows * H
             budget = gpu.shared - 2816 - states - (N * passes * 1024 if kept else 0)
             for shape in shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
                 if not shape.stream:
                     vars(shape).update(at_ring=states, bytes=shape.bytes - 64 * H + states, rows=rows, kept=kept,
-                                       each=N // 16, all=N // 16 * passes, tables=4 if scaled else 2, at_past=rows * H)
+                                       each=N // 16, all=N // 16 * passes, at_past=rows * H)
                     ways.append(shape)
     # a deep ring; then the first way to cut rows and tables; then the widest pieces
     return min(ways, key=lambda shape: (shape.shallow, -shape.rows, not shape.kept, -shape.KP))
@@ -290,80 +285,78 @@ def _column_function(shape):
     return column_of
 
 
-def _table_functions(cfg, nz, shape, as_column):
-    """Device functions of the tables of a thread, and of the matrix that begins at plan[at]: load_table(thread, table,
-    k); store_table(thread, table, k, w); make_table(thread, matrix, k), the four words of 16 columns;
-    column_noise(thread, word, e, at, column), the noise of a column as `begin` takes it; add_inputs(thread, total,
-    word, noises, at, column), total + what four inputs add to sb."""
+def _table_functions(cfg, nz, shape):
+    """Device functions of the tables of a thread: load_table(thread, matrix, k); store_table(thread, matrix, k, w);
+    make_table(thread, matrix, k), the four words of 16 columns; column_noises(thread, matrix, k), of four of these;
+    add_inputs(thread, total, word, noises, matrix, column), total + what four inputs add to sb."""
     H = cfg.HIDDEN_DIM
-    KEPT, ALL, TABLES = shape.kept, shape.all, shape.tables
+    KEPT, ALL = shape.kept, shape.all
+    # of a matrix of the call
+    COLUMN, INPUT, EACH = 2 * H, 3 * H, 3 * H + input_words(cfg, H)
     AT_OWN = shape.bytes
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    noise, scaled, factor = nz.noise, nz.scaled, nz.factor
-    input_coefficient, input_term = nz.input_coefficient, nz.input_term
-    _, vector = pair_functions(cfg, nz)
+    input_term = nz.input_term
     column_of = _column_function(shape)
 
     @device
-    def place_of(thread, table, k):
+    def place_of(thread, matrix, k):
         if KEPT:
-            return int32(thread.ring.base + AT_OWN + (table * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
-        return ((int64(cuda.blockIdx.x) * TABLES + table) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
+            return int32(thread.ring.base + AT_OWN + (matrix * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
+        return ((int64(cuda.blockIdx.x) * 2 + matrix) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
 
     @called
-    def load_table(thread, table, k):
-        at = place_of(thread, table, k)
+    def load_table(thread, matrix, k):
+        at = place_of(thread, matrix, k)
         return ptx.load_shared4(at) if KEPT else ptx.load4(thread.tables, at)
 
     @device
-    def store_table(thread, table, k, w):
+    def store_table(thread, matrix, k, w):
         if KEPT:
-            ptx.store_shared4(place_of(thread, table, k), w[0], w[1], w[2], w[3])
+            ptx.store_shared4(place_of(thread, matrix, k), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(thread.tables, place_of(thread, table, k), w[0], w[1], w[2], w[3])
+            ptx.store4(thread.tables, place_of(thread, matrix, k), w[0], w[1], w[2], w[3])
 
     @device
     def make_table(thread, matrix, k):
-        source = thread.source
-        a = stream_of(source, thread.p + U_F + M_SEED + matrix * U_APART, thread.pair)
-        b = stream_of(source, thread.p + U_H + U_INPUT + I_SEED - matrix * U_APART, thread.pair)
-        column = min(column_of(k, thread.ring.t), H - 4)
+        at = thread.first + min(column_of(k, thread.ring.t), H - 4)
+        mine = at + matrix * EACH
+        even, odd = ptx.load4(thread.drawn, mine), ptx.load4(thread.drawn, mine + H)
+        n = ptx.load4(thread.drawn, mine + COLUMN)
+        other = ptx.load4(thread.drawn, at + (1 - matrix) * EACH + INPUT)
+        added = int32(127 * (1 - matrix))                    # b_f + 127, without a sign
         w0 = int32(0)
         w1 = int32(0)
         w2 = int32(0)
         w3 = int32(0)
         for e in range(4):
-            even, odd = vector(source, thread.p + B_F + matrix * B_APART, thread.pair, column + e)
-            added, shift = int32(127 * (1 - matrix)), int32(8 * e)     # b_f + 127, without a sign
-            n = int32(noise(a, column + e) & source.job[2])
-            w0 = int32(w0 | ((n + 128) << shift))
-            w1 = int32(w1 | (((clip(even) + added) & 255) << shift))
-            w2 = int32(w2 | (((clip(odd) + added) & 255) << shift))
-            w3 = int32(w3 | ((noise(b, column + e) & 255) << shift))
+            shift = int32(8 * e)
+            w0 = int32(w0 | ((n[e] & 255) << shift))
+            w1 = int32(w1 | (((clip(even[e]) + added) & 255) << shift))
+            w2 = int32(w2 | (((clip(odd[e]) + added) & 255) << shift))
+            w3 = int32(w3 | ((other[e] & 255) << shift))
         return w0, w1, w2, w3
 
     @device
-    def column_noise(thread, word, e, at, column):
-        source = thread.source
-        if MODE == 0:
-            return as_column(int32(byte(int32(word ^ SIGNS), e)))
-        noise, column = byte(int32(word ^ SIGNS), e), column + e
-        return as_column(scaled(noise, source.overlay[source.plan[at + M_OVERLAY] + column],
-                                stream_of(source, at + M_SEED, thread.pair), column))
+    def column_noises(thread, matrix, k):
+        if MODE == 2:                                        # does not fit a byte
+            column = min(column_of(k, thread.ring.t), H - 4)
+            return ptx.load4(thread.drawn, thread.first + matrix * EACH + COLUMN + column)
+        word = load_table(thread, matrix, k)[0]
+        return byte(word, 0), byte(word, 1), byte(word, 2), byte(word, 3)
 
     @called
-    def add_inputs(thread, total, word, noises, at, column):
+    def add_inputs(thread, total, word, noises, matrix, column):
         if MODE == 0:
             return ptx.dp4a(word, noises, total)
-        source = thread.source
-        stream = stream_of(source, at + U_INPUT + I_SEED, thread.pair)
+        at = thread.first + matrix * EACH + INPUT + column
+        c = f = ptx.load4(thread.drawn, at)
+        if MODE == 2:
+            f = ptx.load4(thread.drawn, at + H)
         for e in range(4):
-            entry, i = source.overlay[source.plan[at + U_INPUT + I_OVERLAY] + column + e], column + e
-            f = factor(entry, stream, i) if MODE == 2 else float32(0)
-            total = int32(total + input_term(byte(word, e), input_coefficient(entry, stream, i), f))
+            total = int32(total + input_term(byte(word, e), c[e], ptx.bits_float(f[e])))
         return total
 
-    return load_table, store_table, make_table, column_noise, add_inputs
+    return load_table, store_table, make_table, column_noises, add_inputs
 
 
 @device
@@ -383,10 +376,9 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     of both rows, and x."""
     H = cfg.HIDDEN_DIM
     KS, RAGGED, AT_PAST = shape.each, shape.columns != 2 * H, shape.at_past
-    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     _, added = gru_parts.int16_functions(gpu.cc)
-    column_of, registers = _column_function(shape), unroll_registers(gpu)
+    column_of, registers = _column_function(shape), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE > 0)
 
     @registers
     def gate(thread, ahead, row0):
@@ -408,9 +400,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
                         if thread.works:
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
-                        if not SCALED:
-                            thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], thread.p + U_H,
-                                                        column + g * 16)
+                        thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], 1, column + g * 16)
 
     @registers
     def advance(thread, ahead, row0, live, keeps):
@@ -435,25 +425,21 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                         h = h if keeps else int32(0)
                         if thread.works:
                             ptx.store_shared(at_h, h)
-                        if not SCALED:
-                            thread.sums[d] = add_inputs(thread, thread.sums[d], h, w[3], thread.p + U_F,
-                                                        column + g * 16)
+                        thread.sums[d] = add_inputs(thread, thread.sums[d], h, w[3], 0, column + g * 16)
                     if live:
                         ptx.store2(thread.x, at, out[0], out[1])
 
     return gate, advance
 
 
-def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, load_table, add_inputs):
-    """Device function: all passes of a matrix. begin, BASE, pairs: of early_noise_quotients; ring: multiply and finish
-    of product_functions."""
+def _passes_function(cfg, gpu, shape, as_column, begin, BASE, ring, column_noises, pairs, load_table, add_inputs):
+    """Device function: all passes of a matrix. as_column, begin, BASE, pairs: of early_noise_quotients; ring: multiply
+    and finish of product_functions."""
     H = cfg.HIDDEN_DIM
-    KS, TABLES = shape.each, shape.tables
+    KS = shape.each
     PAST = shape.rows * H // (8 * shape.KP)
     PER, PIECES = shape.passes // 2, shape.pieces
-    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     multiply, finish = ring
-    column_of = _column_function(shape)
     gate, advance = _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs)
 
     @unroll_registers(gpu)
@@ -461,12 +447,9 @@ def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, lo
         """acc = the product of a pass, with its noise."""
         acc, ring = thread.acc, thread.ring
         for j in range(KS):
-            column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_table(thread, matrix + TABLES - 2, ahead * KS + j)
+            noises = column_noises(thread, matrix, ahead * KS + j)
             for g in range(4):
-                i = accumulator_of(j, 0, g)
-                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + matrix * U_APART,
-                                                          column)
+                i, n = accumulator_of(j, 0, g), as_column(noises[g])
                 acc[i], acc[i + 2] = begin(s0, n, int32(BASE)), begin(s1, n, int32(BASE))
         finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
@@ -485,37 +468,33 @@ def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, lo
 def recur_kernel(cfg, nz, gpu, shape):
     """The state of a layer through n positions: x = clip(x + h) in place. Launch [blocks] of 512 threads. A warp has
     eight pairs, a warpgroup N columns of each of its passes. A thread finds the constants of its columns in `tables`,
-    16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
-    other matrix. In noise mode 2, where a factor is a hash and a root, the scaled column noise of both matrices
-    follows.
+    16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the other matrix, as
+    bytes. What noise modes make larger it takes from `drawn`.
 
-    call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
-    follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them."""
+    drawn: of each matrix its bias, columns and inputs. at: packed word of U_f; U_h follows. Position p of pair i is
+    tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs begin with them."""
     H = cfg.HIDDEN_DIM
     BULK = gpu.wgmma
     ROWS, RAGGED = shape.rows, shape.columns != 2 * H
-    ALL, AT_PAST = shape.all, shape.at_past
+    ALL = shape.all
     STEPS = shape.steps // 2                                 # of a matrix
     ACC = shape.N // 2
-    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     WORDS = 2 * ALL
     SUMS = 2 * 64 * GROUPS
     open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, H)
     column_of = _column_function(shape)
-    load_table, store_table, make_table, column_noise, add_inputs = _table_functions(cfg, nz, shape, as_column)
-    columns = _passes_function(cfg, gpu, shape, begin, BASE, (multiply, finish), column_noise, pairs, load_table,
-                               add_inputs)
+    load_table, store_table, make_table, column_noises, add_inputs = _table_functions(cfg, nz, shape)
+    columns = _passes_function(cfg, gpu, shape, as_column, begin, BASE, (multiply, finish), column_noises, pairs,
+                               load_table, add_inputs)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
-              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin):
+    def recur(drawn: A32, each, packed: A32, at, tokens: A32, width, skip, n, units, gates: A32, candidates: A32,
+              x: A32, states: A32, tables: A32, begin):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * STEPS), 0, 1, packed, packed, at)
         t = ring.t
-        p = (call + RECUR) * PLAN
         group = t >> 7
         lane = t & 31
         warp = (t & 127) >> 5
@@ -524,29 +503,24 @@ def recur_kernel(cfg, nz, gpu, shape):
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
         live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
-        source, at_token = source_of(plan, 0, weights, overlay, job, offset), int64(pair) * width + skip
+        at_token = int64(pair) * width + skip
         at_word = int32(ring.base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
         acc, f, sums = int32s(ACC), int32s(WORDS), int32s(2)
         sums[0] = 0
         sums[1] = 0
-        thread = Thread(ring, tables, source, p, pair, at_word, works, acc, f, sums, gates, candidates, x)
+        thread = Thread(ring, tables, drawn, pair * each, at_word, works, acc, f, sums, gates, candidates, x)
         for k in range(ALL):
             column = column_of(k, t)
             for matrix in range(2):
                 w = make_table(thread, matrix, k)
                 store_table(thread, matrix, k, w)
-                if SCALED:
-                    n4 = int32s(4)
-                    for e in range(4):
-                        n4[e] = column_noise(thread, w[0], e, p + U_F + matrix * U_APART, min(column, H - 4))
-                    store_table(thread, matrix + 2, k, n4)
                 if matrix == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
                         state = states[int64(pair) * (H // 4) + column // 4]
                     ptx.store_shared(at_h, state)
                     ptx.store_shared(at_h + 8 * H, state)
-                    sums[0] = add_inputs(thread, sums[0], state, w[3], p + U_F, column)
+                    sums[0] = add_inputs(thread, sums[0], state, w[3], 0, column)
         sums[1] = sums[0]
         store_sums(parts, 0, row, group, sums, q)
         if BULK:
@@ -560,15 +534,6 @@ def recur_kernel(cfg, nz, gpu, shape):
                 s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
                 sums[0], sums[1] = 0, 0
                 columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, writes, keeps)
-                if SCALED and works:                         # once, not in every pass: it is long
-                    for k in range(ALL):
-                        column = column_of(k, t)
-                        if not RAGGED or column < H:
-                            at_h = int32(at_word + (column - q * 4) * 8 + (1 - matrix) * AT_PAST)
-                            w3 = load_table(thread, matrix, k)[3]
-                            for half in range(2):
-                                sums[half] = add_inputs(thread, sums[half], ptx.read_shared(at_h + half * (8 * H)), w3,
-                                                        p + U_H - matrix * U_APART, column)
                 store_sums(parts, 1 - matrix, row, group, sums, q)
                 if BULK:
                     ptx.proxy_fence()
@@ -579,29 +544,24 @@ def recur_kernel(cfg, nz, gpu, shape):
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-class Plan(host.Plan):
-    """The calls of a forward pass, in the order that kernels.gru_parts names: numbers of rows."""
+class Plan(noise.Plan):
+    """The calls of a forward pass in order: where the noise of each begins."""
 
-    def __init__(self, cfg, packing):
-        super().__init__(cfg, packing)
-        e = self._tensors["embedding", 0]
-        self.add({TABLE_SEED_A: [e.seed_a, e.seed_b, e.overlay_a, e.overlay_b]})
+    def __init__(self, cfg):
+        super().__init__(cfg)
         self.layers = []
         for i in range(cfg.N_LAYERS):
-            self.layers.append(self._norm("ln_1", i, "w_f", "w_h"))
-            self.add({W_F: self.matrix("w_f", i), W_H: self.matrix("w_h", i)})
-            self.add({B_F: self.vector("b_f", i), B_H: self.vector("b_h", i),
-                      U_F: self.matrix("u_f", i) + self.input("u_f", i),
-                      U_H: self.matrix("u_h", i) + self.input("u_h", i)})
-            self._norm("ln_2", i, "w_up")
-            self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i)})
-            self.add({0: self.matrix("w_down", i)})
-        self.ln_f = self._norm("ln_f", 0, "head")
-        self.head = self.add({0: self.matrix("head", 0)})
-
-    def _norm(self, name, layer, *matrices):
-        inputs = sum((self.input(matrix, layer) for matrix in matrices), [])
-        return self.add({LN: self.vector(name, layer), INPUTS: inputs})
+            embeds = () if i else (self.inputs("embedding"), self.looked_up("embedding"))
+            self.layers.append(SimpleNamespace(
+                ln_1=self.add(self.vector("ln_1", i), self.inputs("w_f", i), self.inputs("w_h", i), *embeds),
+                gates=self.add(self.columns("w_f", i), self.columns("w_h", i)),
+                recur=self.add(self.vector("b_f", i), self.columns("u_f", i), self.inputs("u_f", i),
+                               self.vector("b_h", i), self.columns("u_h", i), self.inputs("u_h", i)),
+                ln_2=self.add(self.vector("ln_2", i), self.inputs("w_up", i)),
+                inner=self.add(self.columns("w_up", i), self.inputs("w_down", i)),
+                down=self.add(self.columns("w_down", i))))
+        self.ln_f = self.add(self.vector("ln_f"), self.inputs("head"))
+        self.head = self.add(self.columns("head"))
 
 
 class Kernels:
@@ -609,7 +569,7 @@ class Kernels:
     matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg = cfg
+        self.cfg, self.plan = cfg, Plan(cfg)
         tensors = parameters.tensors(cfg)
         named = {t.name: t for t in tensors}
         self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
@@ -629,8 +589,8 @@ class Kernels:
             columns = cut.columns // 2 if cut is shape else cut.columns
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, cut.KP)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
-        self.head = head_kernel(cfg, nz, gpu)
-        self.all = [*self.norms, *self.products.values(), self.recur, self.norm_f, self.head]
+        self.head, self.draw = head_kernel(cfg, gpu), noise.draw_kernel(cfg)
+        self.all = [self.draw, *self.norms, *self.products.values(), self.recur, self.norm_f, self.head]
         head = named["head"]
         self.at_tiles = packing.add(head, PLAIN, self.head.shape.columns, self.head.shape.KP)
         self.at_columns = packing.add(head, ROWS, head.cols, head.rows)
@@ -640,7 +600,7 @@ class Kernels:
         of gates and candidates."""
         rows = rows_of_places(units * n)
         size, shape = rows * self.cfg.HIDDEN_DIM, self.recur.shape
-        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns * 64 * shape.tables
-        out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
-                               tables=tables))
+        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns * 128
+        out, end = ranges(dict(drawn=4 * self.plan.room(units), x=size, gates=size, candidates=size, more=2 * size,
+                               normed=size, sb=12 * rows, tables=tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end

@@ -8,33 +8,14 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
-                           quad_sum)
+from kernels.noise import factor_function, input_words
+from kernels.parts import A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, int32s, pack_bytes, quad_sum
 from kernels.product import TALLEST
-from kernels.rules import I_OVERLAY, I_SEED, device, pair_functions, source_of, stream_of
+from kernels.rules import device
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
-# rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
-# head's
-NORM_1 = 0
-GATES = 1
-RECUR = 2
-NORM_2 = 3
-INNER = 4
-DOWN = 5
-# columns of these rows (kernels.rules). Of the embedding:
-TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(4)
-# of a norm, with the input sides of the matrices behind it; of GATES; of INNER
-LN, INPUTS = 0, 4
-W_F, W_H = 0, 4
-W_UP, W_DOWN_INPUT = 0, 4
-# of RECUR, where a matrix is followed by its input side
-B_F, B_H = 0, 4
-U_F, U_H = 8, 12
-U_INPUT = 2
-B_APART, U_APART = B_H - B_F, U_H - U_F
 
 
 def both(x):
@@ -46,16 +27,12 @@ def both(x):
 HIGHEST, LOWEST = both(127), both(-127)
 
 
-def clip_function(cc, base, lowest, highest):
-    """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
-    k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction."""
-    CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
-    LOW, HIGH = float(base + lowest), float(base + highest)
-    LOW2, HIGH2 = both(OFF + lowest), both(OFF + highest)
+def clip_function(cc):
+    """Device function that clips four floats BASE + k, which may have a fraction, to -127..127 and returns two words of
+    two int16 OFFSET + k."""
+    LOW, HIGH = float(BASE - 127), float(BASE + 127)
+    LOW2, HIGH2 = both(OFFSET - 127), both(OFFSET + 127)
     NATIVE = cc[0] >= 9
-    _, min2, max2 = ptx.int16_pairs(cc)
-    if base != MAGIC:
-        min2, max2 = ptx.min2_unsigned, ptx.max2_unsigned
 
     @device
     def limited(a):
@@ -63,8 +40,8 @@ def clip_function(cc, base, lowest, highest):
 
     @device
     def two(a, b):
-        y = ptx.byte_permute(ptx.float_bits(limited(a)), ptx.float_bits(limited(b)), CHOSEN)
-        return max2(min2(y, HIGH2), LOW2) if NATIVE else y
+        y = ptx.byte_permute(ptx.float_bits(limited(a)), ptx.float_bits(limited(b)), 0x6521)
+        return ptx.max2_unsigned(ptx.min2_unsigned(y, HIGH2), LOW2) if NATIVE else y
 
     @device
     def clipped(a, b, c, d):
@@ -80,33 +57,26 @@ def input_bytes(cfg, inputs):
 def input_functions(cfg, nz, inputs):
     """Device functions of the noise of a pair's inputs in a table at byte `at`:
 
-    fill(words, bytes_, at, place, source, p, pair, i)       sets entry `place` to the noise of input i;
-                                                             plan[p...]: seed B, overlay B
-    add(word, address, k, q, total)                          total + the terms of the inputs 16 k + 4 q...
+    fill(words, bytes_, at, place, drawn, i, n)     sets entry `place` to the noise of an input, drawn[i], of n
+    add(word, address, k, q, total)                 total + the terms of the inputs 16 k + 4 q...
     """
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    noise = nz.noise
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
     input_term = nz.input_term
 
-    if MODE == 0:
-        @device
-        def fill(words, bytes_, at, place, source, p, pair, i):
-            bytes_[at + place] = noise(stream_of(source, p + I_SEED, pair), i)
+    @device
+    def fill(words, bytes_, at, place, drawn, i, n):
+        if MODE == 0:
+            bytes_[at + place] = drawn[i]
+        else:
+            words[at // 4 + place] = drawn[i]
+            if MODE == 2:
+                words[at // 4 + place + inputs] = drawn[i + n]
 
+    if MODE == 0:
         @device
         def add(word, address, k, q, total):
             return ptx.dp4a(word, ptx.read_shared(address + k * 16 + q * 4), total)
     else:
-        @device
-        def fill(words, bytes_, at, place, source, p, pair, i):
-            here, entry = at // 4 + place, source.overlay[source.plan[p + I_OVERLAY] + i]
-            stream = stream_of(source, p + I_SEED, pair)
-            words[here] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                words[here + inputs] = ptx.float_bits(factor(entry, stream, i))
-
         @device
         def add(word, address, k, q, total):
             c = ptx.load_shared4(address + k * 64 + q * 16)
@@ -125,7 +95,7 @@ def input_functions(cfg, nz, inputs):
 def normed_function(cfg, cc):
     """Device function: ln of a word of x, of columns 16 k + 4 q... of member m's row; the table of the weights is at a
     shared address."""
-    H, clipped = cfg.HIDDEN_DIM, clip_function(cc, BASE, -127, 127)
+    H, clipped = cfg.HIDDEN_DIM, clip_function(cc)
 
     @device
     def normed(word, m, k, address, q, reciprocal):
@@ -141,22 +111,21 @@ def normed_function(cfg, cc):
     return normed
 
 
-def norm_table_function(cfg, nz, fill_input, streams):
+def norm_table_function(cfg, fill_input, streams):
     """Device function that fills column i of a layer norm's table at byte 0: float32 weights of member 0 and 1, and
-    -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. plan[p...]: as norm_kernel."""
+    -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. drawn[first...]: as norm_kernel.
+    """
     H = cfg.HIDDEN_DIM
-    SIZE = input_bytes(cfg, H)
-    _, vector = pair_functions(cfg, nz)
+    SIZE, INPUTS = input_bytes(cfg, H), input_words(cfg, H)
 
     @device
-    def fill(words, bytes_, source, p, pair, i):
-        even, odd = vector(source, p + LN, pair, i)
-        a, b = float32(clip(even)), float32(clip(odd))
-        words[i], words[H + i] = ptx.float_bits(a), ptx.float_bits(b)
-        words[2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
-        words[3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
+    def fill(words, bytes_, drawn, first, i):
+        for member in range(2):
+            at = member * H + i
+            a = float32(clip(drawn[first + at]))
+            words[at], words[2 * H + at] = ptx.float_bits(a), ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         for s in range(streams):
-            fill_input(words, bytes_, 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
+            fill_input(words, bytes_, 16 * H + s * SIZE, i, drawn, first + 2 * H + s * INPUTS + i, H)
     return fill
 
 
@@ -236,62 +205,37 @@ def row_of(unit, position, n):
     return (int64(place >> 3) << 4) + (place & 7)
 
 
-def embedding_functions(cfg, nz, cc):
-    """(fill, of_token, embedded), device functions of the embedding; row 0 of the plan has the TABLE_...: of the
-    token's side A and of the hidden side B:
+def embedding_functions(cfg, nz):
+    """(of_token, embedded), device functions of the embedding. Its noise is in `drawn`: from `first` on that of the
+    hidden side, then that of the tokens.
 
-    fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
-                                            with adaptive noise 2 H
-    of_token(source, pair, token)           a token's noise, and its factor
-    embedded(x, to, packed, at, address, token_noise, token_factor, q)
-                                            x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
-                                            `at` on; their noise: a shared address
+    of_token(drawn, first, token)                   a token's noise, and its factor
+    embedded(x, to, packed, at, drawn, first, n, f, q)
+                                                    x[to...] = four words [16 columns][row] of 32 columns of x, from
+                                                    packed word `at` and drawn[first] on; n, f: of_token
     """
     H = cfg.HIDDEN_DIM
-    MODE, SHIFT, UNIT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
-    noise = nz.noise
-    factor = nz.factor
-    clipped = clip_function(cc, MAGIC, 1, 255)
+    SHIFT = cfg.NOISE_SHIFT
+    AT_TOKENS, TOKENS = input_words(cfg, H), blocks(cfg.VOCAB_SIZE, 4) * 4
+    table_term, factor = nz.table_term, factor_function(cfg)
 
     @device
-    def fill(words, at, source, pair, i):
-        stream = stream_of(source, TABLE_SEED_B, pair)
-        n = int32(noise(stream, i) & source.job[2])
-        words[at + i] = n if MODE else ptx.float_bits(float32(n))
-        if MODE:
-            words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
+    def of_token(drawn, first, token):
+        at = first + AT_TOKENS + token
+        return drawn[at], factor(drawn, at + TOKENS)
 
     @device
-    def of_token(source, pair, token):
-        stream = stream_of(source, TABLE_SEED_A, pair)
-        n = noise(stream, token)
-        return n, (factor(source.overlay[source.plan[TABLE_OVERLAY_A] + token], stream, token) if MODE
-                   else float32(float32(n) * float32(UNIT)))
-
-    @device
-    def disturbed(word, j, other, f, token_noise, token_factor, sign):
-        """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
-        if MODE == 0:
-            return ptx.fma_down(token_factor, ptx.bits_float(other),
-                                ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = ptx.trunc_f32(float32(float32(float32(int32(token_noise * other)) * token_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> SHIFT))
-        return ptx.bits_float(int32(clip(v) + (BITS + 128)))
-
-    @device
-    def embedded(x, to, packed, at, address, token_noise, token_factor, q):
-        e = ptx.load2(packed, at + q * 2)
+    def embedded(x, to, packed, at, drawn, first, n, f, q):
+        e, u = ptx.load2(packed, at + q * 2), int32s(8)
         for i in range(2):
-            other = ptx.load_shared4(address + i * 64 + q * 16)
-            f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE else other
-            for m in range(2):
-                u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
-                for j in range(4):
-                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m))
-                y, z = clipped(u[0], u[1], u[2], u[3])
-                x[to + 2 * i + m] = ptx.bytes4(y, z)
+            here = first + i * 16 + q * 4
+            other = ptx.load4(drawn, here)
+            for k in range(4):
+                d, v = table_term(n, f, other[k], factor(drawn, here + H + k)), byte(int32(e[i] ^ SIGNS), k)
+                u[k], u[4 + k] = clip(int32(v + (d >> SHIFT))), clip(int32(v + (int32(-d) >> SHIFT)))
+            x[to + 2 * i], x[to + 2 * i + 1] = pack_bytes(u, 0) ^ SIGNS, pack_bytes(u, 4) ^ SIGNS
 
-    return fill, of_token, embedded
+    return of_token, embedded
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -300,29 +244,27 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     embedding, which is stored first; token `position` of pair i is tokens[i * width + skip + position], rows_at the
     packed word of rows of H bytes.
 
-    plan: LN, INPUTS of the streams. sb: [3][stride]."""
+    drawn: the norm, inputs of the streams; inputs of the hidden side of the embedding and of its tokens. sb:
+    [3][stride]."""
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
     SIZE = input_bytes(cfg, H)
-    AT_NOISE = 16 * H + streams * SIZE
+    EMBEDDING = 2 * H + streams * input_words(cfg, H)
     fill_input, add = input_functions(cfg, nz, H)
-    fill_norm = norm_table_function(cfg, nz, fill_input, streams)
+    fill_norm = norm_table_function(cfg, fill_input, streams)
     normed = normed_function(cfg, cc)
-    fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
+    of_token, embedded = embedding_functions(cfg, nz)
 
     @cuda.jit(launch_bounds=256)
-    def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
-             offset, n, stride, x: A32, out: A32, sb: A32):
+    def norm(drawn: A32, each, packed: A32, rows_at, tokens: A32, width, skip, n, stride, x: A32, out: A32, sb: A32):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t, pair = cuda.threadIdx.x, int64(cuda.blockIdx.x)
         place = cuda.blockIdx.y * 64 + (t >> 2)
         q = t & 3
         base = ptx.shared_address(words, 0)
-        source = source_of(plan, 0, weights, overlay, job, offset)
+        first = pair * each
         for i in range(t, H, 256):
-            fill_norm(words, bytes_, source, call * PLAN, pair, i)
-            if embeds:
-                fill_columns(words, AT_NOISE // 4, source, pair, i)
+            fill_norm(words, bytes_, drawn, first, i)
         cuda.syncthreads()
         inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
         to = row_of(pair, position, n)
@@ -330,9 +272,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         if embeds:
             token = tokens[pair * width + skip + position]
             e = int32s(4)
-            token_noise, token_factor = of_token(source, pair, token)
+            token_noise, token_factor = of_token(drawn, first + EMBEDDING, token)
             for b in range(STEPS):
-                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
+                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, drawn, first + EMBEDDING + b * 32,
                          token_noise, token_factor, q)
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
@@ -359,7 +301,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             if q == 0 and inside != 0:
                 sb[row], sb[stride + row], sb[2 * stride + row] = sum0, sum1, 0
 
-    return Kernel(norm, AT_NOISE + 8 * H * embeds)
+    return Kernel(norm, 16 * H + streams * SIZE)
 
 
 def rows_of_places(places):

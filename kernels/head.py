@@ -6,11 +6,11 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, A64, A8, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
+from kernels.parts import (A32, A64, BITS, MAGIC, SIGNS, exp_sizes, int32s, quad_sum,
                            quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import TARGET, device, pair_functions, source_of
+from kernels.rules import TARGET, device
 from model import integer_tables, parameters, rules
 
 
@@ -43,7 +43,7 @@ def _sizes(cfg, gpu):
         RAGGED=V % (128 * shape.CG) != 0)
 
 
-def _tile_functions(cfg, gpu, sizes, column, as_column, BASE):
+def _tile_functions(cfg, gpu, sizes, as_column, BASE):
     """(BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups): device functions of a tile's noise in
     shared memory, of levels, and of the sums of the weights of a thread's two rows; and where levels begin: at the BASE
     of `begin_functions`, except in the recurrent model."""
@@ -66,11 +66,11 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE):
         return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
 
     @gpu.called
-    def prepare(sm, at, slot, v, member, source):
+    def prepare(sm, at, slot, v, member, drawn, each):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
         for m in range(SLOTS):
-            n = column(source, (member + m) >> MEMBERS, v if not RAGGED or v < V else V - 1)
-            sm[at + m * 128 + slot] = as_column(n)
+            n = ((member + m) >> MEMBERS) * each + (v if not RAGGED or v < V else V - 1)
+            sm[at + m * 128 + slot] = as_column(drawn[n])
 
     @device
     def logit(a):
@@ -137,7 +137,7 @@ def _tile_functions(cfg, gpu, sizes, column, as_column, BASE):
     return BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups
 
 
-def _loss_functions(cfg, gpu, column, logit, BASE):
+def _loss_functions(cfg, gpu, logit, BASE):
     """(target_logits, store_loss), device functions: the loss of a position."""
     H = cfg.HIDDEN_DIM
     PAIRED = cfg.MODEL == "gru"
@@ -160,7 +160,8 @@ def _loss_functions(cfg, gpu, column, logit, BASE):
                 cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.called
-    def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q):
+    def target_logits(half, drawn, each, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
+                      q):
         """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
         of those drawn."""
         dots, tokens = int32s(TARGETS), int32s(TARGETS)
@@ -178,18 +179,18 @@ def _loss_functions(cfg, gpu, column, logit, BASE):
                 dots[i] = ptx.dp4a(w[1] ^ SIGNS, b, ptx.dp4a(w[0] ^ SIGNS, a, dots[i]))
         z = int32(0)
         for i in range(TARGETS):
-            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> SHIFT)
+            n = int32(int32(s[half] * drawn[unit * each + tokens[i]]) >> SHIFT)
             z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
         return z
 
     return target_logits, store_loss
 
 
-def head_kernel(cfg, nz, gpu):
+def head_kernel(cfg, gpu):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
-    positions of a window.
+    threads. drawn: the columns; at_tiles, at_columns: words packed for the product, and as ROWS for the targets;
+    length: positions of a window.
 
     In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
@@ -210,17 +211,16 @@ def head_kernel(cfg, nz, gpu):
     STEPS, APART = 2 * shape.steps, shape.apart
     place_of = place_function(cfg, shape.RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
-    column, _ = pair_functions(cfg, nz)
-    as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
+    as_row, as_column, begin, BASE = begin_functions(cfg, cfg.HIDDEN_DIM)
     BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
-        cfg, gpu, sizes, column, as_column, BASE)
+        cfg, gpu, sizes, as_column, BASE)
     begin_tile = begin_tile_function(gpu, begin, BASE)
-    target_logits, store_loss = _loss_functions(cfg, gpu, column, logit, BASE)
+    target_logits, store_loss = _loss_functions(cfg, gpu, logit, BASE)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, width, count, job: AU32,
-             offset, exps: A32, x: A32, sb: A32, losses: A64, length):
+    def head(drawn: A32, each, packed: A32, at_tiles, at_columns, windows: A32, width, count, exps: A32, x: A32,
+             sb: A32, losses: A64, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile = cuda.blockIdx.x
@@ -238,7 +238,6 @@ def head_kernel(cfg, nz, gpu):
         row, member, slot, sign = place_of(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
-        source = source_of(plan, call * PLAN, overlay, overlay, job, offset)
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
@@ -253,14 +252,16 @@ def head_kernel(cfg, nz, gpu):
             tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
-        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
-        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
+        z[0] = target_logits(0, drawn, each, packed, at_columns, x, row, windows, width, unit, position, count, length,
+                             s, q)
+        z[1] = target_logits(1, drawn, each, packed, at_columns, x, row, windows, width, unit, position, count, length,
+                             s, q)
         s[0], s[1] = as_row(s[0]), as_row(s[1])
         here = AT_TABLES + group * (2 * SLOTS * 128)
         my_slot = slot_of(c)
         last = int32(table + FARTHEST)
         at_noise = base + 4 * (here + slot * 128) + q * 16
-        prepare(sm, here, my_slot, side * 128 + c, member, source)
+        prepare(sm, here, my_slot, side * 128 + c, member, drawn, each)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s)
         wait_rows(ring, 0)
@@ -270,7 +271,8 @@ def head_kernel(cfg, nz, gpu):
             odd = ahead & 1
             step = multiply(acc, ring, step)
             coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
-            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, source)
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, drawn,
+                    each)
             ptx.named_barrier(1 + group, 128)
             step = finish(acc, ring, step, False, False, 0, 0)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread

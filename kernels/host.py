@@ -1,11 +1,11 @@
-"""The host's side of a forward pass: kernels, how matrices are packed, and the plan."""
+"""The host's side of a forward pass: kernels, how matrices are packed, and scratch memory."""
 
 import inspect
 
 import numpy as np
 from numba import cuda, int32, int64
 
-from kernels.parts import A32, PLAN, SIGNS, aligned, blocks, byte
+from kernels.parts import A32, SIGNS, aligned, blocks, byte
 from model import parameters
 
 
@@ -94,41 +94,6 @@ class Packing:
     def launch(self, stream, weights, packed):
         for *copy, size in self._copies:
             self.kernel(blocks(size, 256), 256, stream, weights.view(np.int32), packed.view(np.int32), *copy, size)
-
-
-# --- the plan and the scratch memory ----------------------------------------------------------------------------------
-
-class Plan:
-    """The plan of a forward pass: one row of PLAN int32 per call, read by the kernel at run time. Modules of kernels
-    name the columns of their rows; kernels.rules names the entries of a vector, a matrix, and the input side of one."""
-
-    def __init__(self, cfg, packing):
-        self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
-        self._packing = packing
-        self._rows = []
-
-    def table(self):
-        return np.array(self._rows, np.int64).astype(np.int32).ravel()
-
-    def add(self, parts):
-        """Number of a new row; parts: {its first column: entries}."""
-        row = [0] * PLAN
-        for column, entries in parts.items():
-            row[column:column + len(entries)] = entries
-        self._rows.append(row)
-        return len(self._rows) - 1
-
-    def vector(self, name, layer):
-        t = self._tensors[name, layer]
-        return [t.weights, t.seed_a, t.seed_b, t.overlay_a]
-
-    def matrix(self, name, layer):
-        t = self._tensors[name, layer]
-        return [t.seed_a, t.overlay_a]
-
-    def input(self, name, layer):
-        t = self._tensors[name, layer]
-        return [t.seed_b, t.overlay_b]
 
 
 def ranges(sizes):

@@ -14,7 +14,6 @@ from kernels import ptx
 from kernels.rules import device
 from model import integer_tables
 
-PLAN = 32                   # int32 entries of a row of the plan (kernels.host.Plan)
 SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
 # the types of arrays, which annotate parameters of kernels; a parameter without annotation is an int64
 A8 = types.Array(int8, 1, "C")

@@ -56,7 +56,7 @@ def accumulator_of(j, half, k):
 
 # --- noise in the accumulators ---------------------------------------------------------------------------------------
 
-def begin_functions(cfg, nz, inputs, most=0):
+def begin_functions(cfg, inputs, most=0):
     """A Begin: device functions that put the noise of a product over `inputs` inputs into the accumulators before the
     product starts:
 

@@ -1,21 +1,10 @@
-"""The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7); and
-parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables.
+"""The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7, 14)."""
 
-A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), two of a matrix (M_...) and two of the
-input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
-noise scales begin in the overlay."""
-
-from typing import NamedTuple
-
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, int32, int64, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
 from model import integer_tables, parameters, rules
-
-W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
-M_SEED, M_OVERLAY = range(2)
-I_SEED, I_OVERLAY = range(2)
 
 device = cuda.jit(device=True, inline=True)
 
@@ -45,118 +34,54 @@ def loudest(cfg):
 
 
 def build_noise(cfg):
-    """Device functions of the noise streams, constants frozen.
+    """Device functions of the noise, constants frozen:
 
-    hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
-    noise(seed, i) -> int32                  fits int8
+    noise(seed, i) -> int32                  SPEC 2; fits int8
     factor(overlay, seed, i) -> float32      SPEC 4; seed: of the stream that is scaled (used in mode 2 only)
     scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
-    input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next one wants it
+    input_coefficient(n, overlay) -> int32   the noise n of an input as the next ones want it
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
                                              factor (mode 2)
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
+    table_term(a, factor_a, b, factor_b) -> int32    trunc(a * b * factors), the noise of a column that is looked up
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
     drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32 = drawn.hash32
     draw = drawn.draw
-    coefficient = scale.input_coefficient
 
     @device
     def noise(seed, i):
         return draw(hash32(seed, i), MASK)
 
     @device
-    def input_coefficient(overlay, seed, i):
-        return coefficient(noise(seed, i), overlay)
-
-    @device
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient, whole=whole)
+    vars(scale).update(noise=noise, whole=whole)
     return scale
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
-
-class Source(NamedTuple):
-    """What the noise and the vectors of a call are made of, in a running kernel: the arrays, the first entry of its row
-    of the plan, and the seed of pair 0."""
-    plan: object
-    p: int
-    weights: object
-    overlay: object
-    job: object
-    seed: int
-
-
 @device
-def source_of(plan, p, weights, overlay, job, offset):
-    """The Source whose pair 0 is pair `offset` of the job."""
-    return Source(plan, p, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+def byte_of(k, c):
+    """The byte of a coefficient that selects a column of table k of NTT_MODE."""
+    return (c >> int32(8 * k + 8)) & 255
 
 
-@device
-def stream_of(source, at, pair):
-    """The noise stream of a pair whose seed, relative to the pair's, is plan[at]."""
-    return uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + at]))
+def ntt_functions(cfg, causal):
+    """(coefficient, place), device functions for NTT_MODE (model.integer_tables), (None, None) without it:
 
-
-def pair_functions(cfg, nz):
-    """(column, vector), device functions of a Source, with the noise masked by job[2] as int32: -1, or 0.
-
-    column(source, pair, i, at)     noise of column i of the matrix at plan[at]
-    vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it
-    """
-    SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    noise = nz.noise
-    scaled = nz.scaled
-
-    @device
-    def column(source, pair, i, at=0):
-        stream, first = stream_of(source, at + M_SEED, pair), source.plan[source.p + at + M_OVERLAY]
-        return int32(scaled(noise(stream, i), source.overlay[uint64(first + i)], stream, i) & int32(source.job[2]))
-
-    @device
-    def vector(source, at, pair, i):
-        plan = source.plan
-        at = source.p + at
-        seed = uint32(source.seed + uint32(pair))
-        one, other = uint32(seed + uint32(plan[at + W_SEED_A])), uint32(seed + uint32(plan[at + W_SEED_B]))
-        w = int32(source.weights[uint64(plan[at + W_FIRST] + i)])
-        product = int32(noise(one, i) * noise(other, i))
-        p = int32(scaled(product, source.overlay[uint64(plan[at + W_OVERLAY] + i)], one, i) & int32(source.job[2]))
-        return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
-
-    return column, vector
-
-
-def ntt_functions(cfg, nz, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (model.integer_tables), (None, None) without it:
-
-    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of the
-                                                            members for a coefficient; mask: of the noise, -1 or 0
+    coefficient(tokens, first, position) -> int32   of a sequence that begins at tokens[first]
+    place(k, c, i) -> int64                         where in the weights table k has, for coefficient c, hidden unit i
     """
     if not cfg.NTT_MODE:
         return None, None
-    H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
-    SHIFT = cfg.NOISE_SHIFT
     P = integer_tables.PRIME[cfg.NTT_MODE]
     ROOT = integer_tables.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
-    AT = one.weights
-    SEED = one.seed_a
-    OVER_A = one.overlay_a
-    OVER_B = one.overlay_b
-    COLS = one.cols
-    SIZE = one.size
-    SEEDS = two.seed_a - SEED
-    OVERS = two.overlay_a - OVER_A
-    noise, factor = nz.noise, nz.factor
+    first_table = next(t for t in parameters.tensors(cfg) if t.name == "ntt_emb_1")         # alike, evenly spaced
+    AT, COLS, SIZE = first_table.weights, first_table.cols, first_table.size
 
     @device
     def coefficient(tokens, first, position):
@@ -182,18 +107,7 @@ def ntt_functions(cfg, nz, causal):
         return int32(c)
 
     @device
-    def look_up(weights, overlay, seed, mask, c, i):
-        even, odd = int32(0), int32(0)
-        for k in range(3):
-            value = int32((c >> int32(8 * k + 8)) & 255)
-            w = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
-            stream = uint32(seed + uint32(SEED + k * SEEDS))
-            other = uint32(stream + uint32(H))
-            p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
-            p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
-            d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
-            even = int32(even + (int32(w + (d >> SHIFT)) >> 2))
-            odd = int32(odd + (int32(w + (int32(-d) >> SHIFT)) >> 2))
-        return even, odd
+    def place(k, c, i):
+        return AT + k * SIZE + (i >> 2) * (4 * COLS) + byte_of(k, c) * 4 + (i & 3)
 
-    return coefficient, look_up
+    return coefficient, place

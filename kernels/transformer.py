@@ -4,9 +4,9 @@ Rows        A member's T positions are padded to a multiple of 16, so that the 1
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
 Packing     See kernels.product. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32 neighbouring i,
             so that the four units which share a running integer (SPEC 4) lie in one thread.
-Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
-            head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
-            columns, sums of earlier passes wait in scratch memory of the block.
+Epilogues   Noise of the columns is fetched while the tensor cores work. The accumulators of the up projection and of
+            the head begin with it. Products of full width keep a row's amax in the block; where the row is wider than
+            512 columns, sums of earlier passes wait in scratch memory of the block.
 """
 
 import functools
@@ -14,90 +14,78 @@ from types import SimpleNamespace
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from kernels import host, ptx
+from kernels import host, noise, ptx
 from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
-from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
-                           pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
+from kernels.noise import factor_function, input_words
+from kernels.parts import (A32, A64, A8, across, amax_scale, blocks, byte, clip, int32s, pack4, pack_bytes, pack_quad,
+                           pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import (I_OVERLAY, I_SEED, build_noise, device, divide, loudest, ntt_functions, pair_functions,
-                           source_of, stream_of)
+from kernels.rules import build_noise, byte_of, device, divide, loudest, ntt_functions
 from model import parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
-# columns of a row of the plan of a norm
-LN = 0
-LN_BIAS = 4
-BIAS = 8                                    # of the embedding before it
-INPUTS = 12                                 # the input sides of the matrices behind it, two entries each
-TABLE = 20                                  # of the embedding, in the first row
-TABLE_OVERLAY_A = 21
-TABLE_OVERLAY_B = 22
-# columns of a row of the plan of a product
-MATRIX = 0
-MATRIX_BIAS = 3
-INPUT = 8                                   # the input side of the matrix of the next product
-NEXT_MATRIX = 8                             # entries from one matrix of q, k, v to the next
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz, gpu):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position. width: tokens of a pair's window. plan: BIAS of the embedding, TABLE_..."""
+    four lanes a position. at_table: word of the packed embedding; width: tokens of a pair's window. drawn: the bias;
+    inputs of the hidden side and of the tokens; of each table of NTT_MODE inputs of its bytes and of the hidden side.
+    """
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
     LENGTH = padded_length(cfg)
-    _, vector = pair_functions(cfg, nz)
-    noise = nz.noise
-    factor = nz.factor
     SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
-    POSITIONS, WORDS = min(LENGTH, 64), 3 * H
+    table_term, factor = nz.table_term, factor_function(cfg)
+    coefficient, place = ntt_functions(cfg, cfg.NTT_CAUSAL)
+    POSITIONS, TOKENS, BYTES = min(LENGTH, 64), blocks(cfg.VOCAB_SIZE, 4) * 4, 256
+    # words of the call
+    AT_TOKENS, AT_HIDDEN = 2 * H + input_words(cfg, H), input_words(cfg, BYTES)
+    AT_NTT, EACH = AT_TOKENS + input_words(cfg, TOKENS), AT_HIDDEN + input_words(cfg, H)
+
+    @device
+    def look_up(weights, drawn, at, c, i):
+        """What the tables of NTT_MODE, whose noise begins at drawn[at], add to hidden unit i of both members."""
+        even, odd = int32(0), int32(0)
+        for k in range(3):
+            a, b = at + k * EACH + byte_of(k, c), at + k * EACH + AT_HIDDEN + i
+            d = table_term(drawn[a], factor(drawn, a + BYTES), drawn[b], factor(drawn, b + H))
+            w = int32(weights[place(k, c, i)])
+            even = int32(even + (int32(w + (d >> SHIFT)) >> 2))
+            odd = int32(odd + (int32(w + (int32(-d) >> SHIFT)) >> 2))
+        return even, odd
 
     @cuda.jit(launch_bounds=256)
     @gpu.unroll
-    def embed(call, plan: A32, weights: A8, packed: A32, overlay: A8, windows: A32, width, job: AU32, offset, h: A32,
-              losses: A64):
-        table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
-        factors = cuda.shared.array(H, float32)
+    def embed(drawn: A32, each, at_table, weights: A8, packed: A32, windows: A32, width, h: A32, losses: A64):
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p = call * PLAN
-        mask = int32(job[2])
-        source = source_of(plan, p, weights, overlay, job, offset + unit)
-        seed = source.seed
+        first = unit * each
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
-        stream = uint32(seed + uint32(H))
-        for i in range(t, H, 4 * POSITIONS):
-            table[i], table[H + i] = vector(source, BIAS, 0, i)
-            table[2 * H + i] = noise(stream, i) & mask
-            factors[i] = factor(overlay[plan[p + TABLE_OVERLAY_B] + i], stream, i)
-        cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
             q, here = lane & 3, min(position, T - 1)
             token = windows[unit * width + here]
             coef = coefficient(windows, unit * width, here) if NTT else int32(0)
-            n, f = noise(seed, token), factor(overlay[plan[p + TABLE_OVERLAY_A] + token], seed, token)
-            at = plan[p + TABLE] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+            n, f = drawn[first + AT_TOKENS + token], factor(drawn, first + AT_TOKENS + TOKENS + token)
+            at = at_table + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
-            address, x = ptx.shared_address(table, q * 4), int32s(8)
+            x = int32s(8)
             for piece in range(H // 16):
-                word = packed[uint64(at + piece * 32)]
-                even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
-                c = ptx.load_shared4(address + piece * 64 + 8 * H)
+                word, here = packed[uint64(at + piece * 32)], first + piece * 16 + q * 4
+                even, odd, c = ptx.load4(drawn, here), ptx.load4(drawn, here + H), ptx.load4(drawn, here + 2 * H)
                 for k in range(4):
-                    i = piece * 16 + q * 4 + k
-                    d = ptx.trunc_f32(float32(int32(n * c[k])) * f * factors[i])
+                    d = table_term(n, f, c[k], factor(drawn, here + 3 * H + k))
                     e = byte(word, k)
                     ntt_even = int32(0)
                     ntt_odd = int32(0)
                     if NTT:
-                        ntt_even, ntt_odd = look_up(weights, overlay, seed, mask, coef, i)
+                        ntt_even, ntt_odd = look_up(weights, drawn, first + AT_NTT, coef, piece * 16 + q * 4 + k)
                     x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
@@ -109,20 +97,16 @@ def _embed_kernel(cfg, nz, gpu):
 def _norm_kernel(cfg, nz, gpu, streams):
     """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch [pairs,
     2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
-    plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
+    drawn: the norm, its bias, inputs of the streams; sb: [4][stride]."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH = padded_length(cfg)
     # then 2^-21 of |p| changes no quotient
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
-    AT_C, COEFFICIENTS, WORDS = 4 * H, (4 + streams) * H, streams * H // 4     # ln even, odd, bias even, odd, streams
-    FACTORS = streams * H if MODE == 2 else 1
-    THREADS_OF_H = blocks(H, 256) * 256
-    noise = nz.noise
-    factor = nz.factor
-    whole_factor = nz.whole
-    _, vector = pair_functions(cfg, nz)
-    input_coefficient, input_term = nz.input_coefficient, nz.input_term
+    INPUTS, WORDS = input_words(cfg, H), 4 * H + streams * input_words(cfg, H)
+    WHOLE, PACKED = 4 * H + (INPUTS - 4), streams * H // 4
+    ONE = 6 if MODE == 1 else 0                              # bits of a factor in an input_coefficient
+    input_term = nz.input_term
 
     @gpu.device
     def shared_bias(b):
@@ -143,29 +127,21 @@ def _norm_kernel(cfg, nz, gpu, streams):
 
     @cuda.jit(launch_bounds=256)
     @gpu.unroll
-    def norm(call, plan: A32, weights: A8, overlay: A8, job: AU32, offset, stride, h: A32, out: A32, sb: A32):
-        table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
-        packed_noise = cuda.shared.array(WORDS, int32)       # [stream][H / 4]
+    def norm(drawn: A32, each, stride, h: A32, out: A32, sb: A32):
+        table = cuda.shared.array(WORDS, int32)              # ln even, odd, bias even, odd, inputs of the streams
+        packed_noise = cuda.shared.array(PACKED, int32)      # [stream][H / 4], where all factors are 1
         t = cuda.threadIdx.x
         unit = cuda.blockIdx.x
-        p = call * PLAN
-        source = source_of(plan, p, weights, overlay, job, offset + unit)
+        for i in range(t, WORDS, 256):
+            word = drawn[unit * each + i]
+            table[i] = shared_bias(word) if 2 * H <= i < 4 * H else word
+        cuda.syncthreads()
         whole = int32(1)
-        for i in range(t, THREADS_OF_H, 256):
-            if i < H:                                        # H is a multiple of 32: so for whole warps
-                table[i], table[H + i] = vector(source, LN, 0, i)
-                even, odd = vector(source, LN_BIAS, 0, i)
-                table[2 * H + i], table[3 * H + i] = shared_bias(even), shared_bias(odd)
-                for s in range(streams):
-                    stream = stream_of(source, INPUTS + 2 * s + I_SEED, 0)
-                    entry = overlay[plan[p + INPUTS + 2 * s + I_OVERLAY] + i]
-                    whole = int32(whole & whole_factor(entry))
-                    table[AT_C + s * H + i] = input_coefficient(entry, stream, i)
-                    word = pack_quad(noise(stream, i))
-                    if t & 3 == 0:
-                        packed_noise[s * (H // 4) + (i >> 2)] = word
-                    if MODE == 2:
-                        factors[s * H + i] = factor(entry, stream, i)
+        for s in range(streams):
+            whole = int32(whole & table[WHOLE + s * INPUTS])
+            for i in range(t, H // 4, 256):
+                c = ptx.load_shared4(ptx.shared_address(table, 4 * H + s * INPUTS + 4 * i))
+                packed_noise[s * (H // 4) + i] = pack4(c[0] >> ONE, c[1] >> ONE, c[2] >> ONE, c[3] >> ONE)
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         lane, warp = t & 31, cuda.blockIdx.y * 128 + (t >> 5) * 16
         if warp < 2 * LENGTH:
@@ -203,9 +179,11 @@ def _norm_kernel(cfg, nz, gpu, streams):
                             sums[3 * half + s] = ptx.dp4a(word, c4, sums[3 * half + s])
                     else:
                         for s in range(streams):
-                            c = ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
+                            c = ptx.load_shared4(address + (4 * H + s * INPUTS) * 4 + piece * 64)
                             for k in range(4):
-                                f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                                f = float32(0)
+                                if MODE == 2:
+                                    f = ptx.bits_float(table[5 * H + s * INPUTS + piece * 16 + (lane & 3) * 4 + k])
                                 sums[3 * half + s] += input_term(byte(word, k), c[k], f)
             for half in range(2):
                 for s in range(streams):
@@ -261,7 +239,7 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
 
     @device
     @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
-    def folded(acc, smf, at_words, at, sums):
+    def folded(acc, sm, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
         pb = int32s(8)
         for g in range(2):                                   # 16 neighbouring i
@@ -271,7 +249,7 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
                 j = 2 * sub + g
                 c = ptx.load_shared4(at + 4 * UP_COEFFICIENT + j * 64)
                 for k in range(4):
-                    f = smf[at_words + UP_FACTOR + j * 16 + k] if MODE == 2 else float32(0)
+                    f = ptx.bits_float(sm[at_words + UP_FACTOR + j * 16 + k]) if MODE == 2 else float32(0)
                     for half in range(2):
                         i = accumulator_of(j, half, k)
                         pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
@@ -281,7 +259,7 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
     return unit_address, folded
 
 
-def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
+def _up_tables(cfg, gpu, shape, as_column, BASE):
     """Device function that fills the tables of a warpgroup. as_column, BASE: see begin_functions."""
     H = cfg.HIDDEN_DIM
     SHIFT = cfg.SHIFT_MLP_UP
@@ -289,32 +267,27 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     RAGGED = shape.columns != 4 * H
     TABLE = UP_TABLE[MODE]
-    noise = nz.noise
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
-    column, vector = pair_functions(cfg, nz)
+    ONE = 6 if MODE == 1 else 0
 
     @gpu.called
-    def prepare(sm, smf, at, c, block, member, source):
+    def prepare(sm, at, c, block, member, drawn, each):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
         for slot in range(SLOTS):
-            pair, to = (member + slot) >> 1, at + slot * TABLE + c
-            sm[to] = as_column(column(source, pair, i))
-            even, odd = vector(source, MATRIX_BIAS, pair, i)
-            bias = odd if (member + slot) & 1 else even
+            first, to = ((member + slot) >> 1) * each + i, at + slot * TABLE + c
+            sm[to] = as_column(drawn[first])
+            bias = drawn[first + 4 * H + ((member + slot) & 1) * (4 * H)]
             sm[to + UP_BIAS] = (bias << SHIFT) + BASE if BASE else bias + 128
             # both forms: a branch here would make the products wait for each other
-            stream = stream_of(source, INPUT + I_SEED, pair)
+            coefficient = drawn[first + 12 * H]
             if MODE < 2:
-                word = pack_quad(noise(stream, i))
+                word = pack_quad(coefficient >> ONE)
                 if c & 3 == 0:
                     sm[at + slot * TABLE + UP_BYTES + (c >> 2)] = word
             if MODE > 0:
-                entry = source.overlay[uint64(source.plan[source.p + INPUT + I_OVERLAY] + i)]
-                sm[to + UP_COEFFICIENT] = input_coefficient(entry, stream, i)
+                sm[to + UP_COEFFICIENT] = coefficient
                 if MODE == 2:
-                    smf[to + UP_FACTOR] = factor(entry, stream, i)
+                    sm[to + UP_FACTOR] = drawn[first + 16 * H]
 
     return prepare
 
@@ -326,7 +299,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 *
     stride + row].
     u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
-    plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
+    drawn: the columns, the bias, the inputs of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
@@ -345,22 +318,20 @@ def _up_kernel(cfg, nz, gpu, KP):
     STEP = KP // 16
     place_of = place_function(cfg, shape.RG)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
-    whole_factor = nz.whole
+    AT_WHOLE = 12 * H + input_words(cfg, 4 * H) - 4
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+        cfg, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
     begin_tile = begin_tile_function(gpu, begin, 0, 4 * UP_BIAS if BASE else 0)
-    prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
+    prepare = _up_tables(cfg, gpu, shape, as_column, BASE)
     unit_address, folded = _unit_functions(cfg, nz, gpu, COPIES, BASE)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def up(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, tiles, stride, gelu: A8,
-           x: A32, sb: A32, u: A32):
-        sm, smf = cuda.shared.array(0, int32, 128), cuda.shared.array(0, float32, 128)
+    def up(drawn: A32, each, packed: A32, at, tiles, stride, gelu: A8, x: A32, sb: A32, u: A32):
+        sm = cuda.shared.array(0, int32, 128)
         first, every = cuda.blockIdx.x, cuda.gridDim.x
         count = (tiles - 1 - first) // every + 1
         ring = open_ring(count * STEPS, first, every, x, packed, at)
-        source = source_of(plan, call * PLAN, weights, overlay, job, offset)
         t, base = ring.t, ring.base
         group = t >> 7
         lane = t & 31
@@ -368,17 +339,14 @@ def _up_kernel(cfg, nz, gpu, KP):
         q, side = lane & 3, group % CG
         for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
             sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
-        whole = int32(1)
-        for i in range(t, 4 * H, THREADS):
-            whole = int32(whole & whole_factor(overlay[plan[source.p + INPUT + I_OVERLAY] + i]))
-        whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
+        whole = cuda.syncthreads_and(drawn[AT_WHOLE])        # then sb is a plain sum of products
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
         acc = int32s(64)
         s = int32s(2)
         sums = int32s(2)
         row, member, slot, sign = place_of(first, t, 0)
-        prepare(sm, smf, here, c, side, member, source)
+        prepare(sm, here, c, side, member, drawn, each)
         for half in range(2):
             s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
         ptx.named_barrier(1 + group, 128)
@@ -396,8 +364,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
-                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member,
-                        source)
+                prepare(sm, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, drawn, each)
                 if last:
                     for half in range(2):
                         s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
@@ -420,7 +387,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
                             sums[half] = ptx.dp4a(word, c4, sums[half])
                     if MODE > 0 and not whole:
-                        folded(acc, smf, at_slot + q * 4, at_bytes, sums)
+                        folded(acc, sm, at_slot + q * 4, at_bytes, sums)
                 if last:
                     for half in range(2):
                         total = quad_sum(sums[half])
@@ -447,7 +414,7 @@ def turned_function(cfg):
     return turned
 
 
-def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
+def _sum_functions(cfg, gpu, shape, kind, TABLE):
     """Device functions before amax: prepare fills the tables of a warpgroup, TABLE words of a member's: the noise of N
     columns and, for the down projection, their bias. On the accumulators of two rows: add_all(acc, s, at_noise, h, to,
     col) adds the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k;
@@ -462,20 +429,18 @@ def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
     N = shape.N
     RAGGED = shape.columns != H
     turned = turned_function(cfg)
-    column, vector = pair_functions(cfg, nz)
 
     @gpu.device
-    def prepare(sm, at, c, columns, member, source):
+    def prepare(sm, at, c, columns, member, drawn, first, each):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for its column c from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
         used."""
         i = min(columns + min(c, N - 1), H - 1)
         for slot in range(SLOTS):
-            pair, to = (member + slot) >> 1, at + slot * TABLE + c
-            sm[to] = column(source, pair, i)
+            here, to = first + ((member + slot) >> 1) * each + i, at + slot * TABLE + c
+            sm[to] = drawn[here]
             if DOWN:
-                even, odd = vector(source, MATRIX_BIAS, pair, i)
-                sm[to + 128] = odd if (member + slot) & 1 else even
+                sm[to + 128] = drawn[here + H + ((member + slot) & 1) * H]
 
     @device
     def add_all(acc, s, at_noise, h, to, col):
@@ -560,7 +525,7 @@ def _store_functions(cfg, gpu, shape):
     return store, store_transposed
 
 
-def _full_width_kernel(cfg, nz, gpu, kind):
+def _full_width_kernel(cfg, gpu, kind):
     """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
     block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
 
@@ -568,7 +533,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     transposed: core matrices of one row a channel (permuted as the columns are), positions permuted within 32 as the
     weights' mma fragments hold them.
     "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
-    plan: MATRIX, MATRIX_BIAS of each matrix, NEXT_MATRIX entries apart. sb: [4][stride]; spill: as in `layout`."""
+    drawn: the columns of each matrix; of "down" then the bias. sb: [4][stride]; spill: as in `layout`."""
     H = cfg.HIDDEN_DIM
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
@@ -587,13 +552,13 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    prepare, add_all, rotate, extremes, quantised = _sum_functions(cfg, nz, gpu, shape, kind, TABLE)
+    prepare, add_all, rotate, extremes, quantised = _sum_functions(cfg, gpu, shape, kind, TABLE)
     store, store_transposed = _store_functions(cfg, gpu, shape)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    def full_width_product(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, tiles, stride,
-                           rope: A32, x: A32, sb: A32, h: A32, values: A32, spill: A32):
+    def full_width_product(drawn: A32, each, packed: A32, at, tiles, stride, rope: A32, x: A32, sb: A32, h: A32,
+                           values: A32, spill: A32):
         sm = cuda.shared.array(0, int32, 128)
         matrix = cuda.blockIdx.x % MATRICES
         first = cuda.blockIdx.x // MATRICES
@@ -602,7 +567,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
         ring = open_ring(count * STEPS, first, every, x, packed, at + matrix * MATRIX_WORDS)
-        source = source_of(plan, call * PLAN + matrix * NEXT_MATRIX, weights, overlay, job, offset)
         t, base = ring.t, ring.base
         group = t >> 7
         lane = t & 31
@@ -630,7 +594,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + (2 * group + ((turn * PASSES + ahead) & 1)) * (SLOTS * TABLE)
                 step = multiply(acc, ring, step)
-                prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
+                prepare(sm, buffer, c, col, member, drawn, matrix * H, each)     # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
                 add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, h, to, col)
@@ -665,54 +629,53 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-class Plan(host.Plan):
-    """The calls of the transformer in order: numbers of rows."""
+class Plan(noise.Plan):
+    """The calls of the transformer in order: where the noise of each begins."""
 
-    def __init__(self, cfg, packing):
-        super().__init__(cfg, packing)
-        table = self._tensors["embedding", 0]
-        self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
-                                {BIAS: self.vector("emb_bias", 0),
-                                 TABLE: [packing.add(table, PLAIN, blocks(table.cols, 8) * 8, table.rows),
-                                         table.overlay_a, table.overlay_b]})
-        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        sides = [self.inputs("embedding"), self.looked_up("embedding")]
+        for byte in (1, 2, 3) if cfg.NTT_MODE else ():
+            sides += self.looked_up(f"ntt_emb_{byte}"), self.inputs(f"ntt_emb_{byte}")
+        self.embed = self.add(self.vector("emb_bias"), *sides)
+        self.embedding_mlp = self._mlp("ln_init", "w_emb_mlp_", "mlp_emb_bias_", 0)
         self.layers = []
         for i in range(cfg.N_LAYERS):
-            queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
+            queries = "w_q", "w_k", "w_v"
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
-                attention=self.add({0: self.input("w_o", i)}),
-                o=self.add({MATRIX: self.matrix("w_o", i)}),
-                ln_2=self._norm("ln_2", i, ["w_up"]),
-                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i)))
-        self.ln_f = self._norm("ln_f", 0, ["embedding"])
-        self.head = self.add({MATRIX: self.matrix("embedding", 0)})
+                norm=self._norm("ln_1", i, *queries), qkv=self.add(*(self.columns(name, i) for name in queries)),
+                attention=self.add(self.inputs("w_o", i)), o=self.add(self.columns("w_o", i)),
+                mlp=self._mlp("ln_2", "w_", "mlp_bias_", i)))
+        self.ln_f = self._norm("ln_f", 0, "embedding")
+        self.head = self.add(self.columns("embedding"))
 
-    def _norm(self, name, layer, matrices, others={}):
+    def _norm(self, name, layer, *matrices):
         """A norm before products with matrices."""
-        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer),
-                         INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
+        return self.add(self.vector(name, layer), self.vector(name + "_bias", layer),
+                        *(self.inputs(matrix, layer) for matrix in matrices))
 
-    def _mlp(self, up, bias_up, down, bias_down, layer):
-        return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),
-                                            INPUT: self.input(down, layer)}),
-                               down=self.add({MATRIX: self.matrix(down, layer),
-                                              MATRIX_BIAS: self.vector(bias_down, layer)}))
+    def _mlp(self, norm, weights, bias, layer):
+        return SimpleNamespace(
+            norm=self._norm(norm, layer, weights + "up"),
+            up=self.add(self.columns(weights + "up", layer), self.vector(bias + "up", layer),
+                        self.inputs(weights + "down", layer)),
+            down=self.add(self.columns(weights + "down", layer), self.vector(bias + "down", layer)))
 
 
 class Kernels:
     """The kernels of a configuration: `all` of them; `matrices`: the words at which their packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu):
-        self.cfg, nz = cfg, build_noise(cfg)
+        self.cfg, self.plan, nz = cfg, Plan(cfg), build_noise(cfg)
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams) for streams in (1, 3)}
-        self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
+        self.full_width = {kind: _full_width_kernel(cfg, gpu, kind) for kind in ("qkv", "o", "down")}
         self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)
-        self.head = head_kernel(cfg, nz, gpu)
-        self.all = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention, self.head]
+        self.head, self.draw = head_kernel(cfg, gpu), noise.draw_kernel(cfg)
+        self.all = [self.draw, self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention,
+                    self.head]
         qkv, up, down = (QUADS, self.full_width["qkv"]), (UP, self.up), (DOWN, self.full_width["down"])
         used = dict(embedding=(PLAIN, self.head), w_q=qkv, w_k=qkv, w_v=qkv, w_o=(QUADS, self.full_width["o"]),
                     w_up=up, w_emb_mlp_up=up, w_down=down, w_emb_mlp_down=down)
@@ -723,14 +686,16 @@ class Kernels:
             if t.name == "embedding":
                 self.at_tiles = self.matrices[t.name, 0]
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
+                self.at_embedding = packing.add(t, PLAIN, blocks(t.cols, 8) * 8, t.rows)
 
     def layout(self, pairs):
-        """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs, bytes of all)."""
+        """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs or windows, bytes of all)."""
         rows, H = rows_of_pairs(self.cfg, pairs), self.cfg.HIDDEN_DIM
         spill = max(2 * MOST_BLOCKS * (kernel.shape.passes - 1) * kernel.shape.N * THREADS
                     for kernel in self.full_width.values())
         out, end = host.ranges(dict(
-            h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
+            drawn=4 * self.plan.room(pairs), h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H,
+            queries=(2 * rows + 64) * H,
             values=blocks(rows, padded_length(self.cfg)) * H * value_length(self.cfg), spill=max(spill, 4)))
         out["keys"] = (out["queries"][0] + rows * H, out["queries"][1])      # behind the queries
         return out, end

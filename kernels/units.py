@@ -19,7 +19,7 @@ from kernels import ptx
 from kernels.host import Kernel
 from kernels.parts import (A8, A16, A32, A64, AF64, AU32, B1, F1, amax_scale, across, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_rounded, rounded)
-from kernels.rules import NORMS, TARGET, build_noise, device, ntt_functions
+from kernels.rules import NORMS, TARGET, device, ntt_functions
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 from kernels.transformer import turned_function
 from kernels.update import place, products_kernel, vote_index
@@ -226,9 +226,7 @@ def _transform_functions(cfg):
     """(transform, transformed), device functions for NTT_MODE: the coefficient of a position of a sequence, and what it
     adds to hidden unit i. Without NTT_MODE they are 0."""
     NTT = cfg.NTT_MODE != 0
-    tables = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]          # alike, evenly spaced
-    AT, SIZE, COLS = (tables[0].weights, tables[0].size, tables[0].cols) if NTT else (0, 0, 0)
-    (of_window, _), (of_past, _) = (ntt_functions(cfg, build_noise(cfg), causal) for causal in (False, True))
+    (of_window, place_of), (of_past, _) = (ntt_functions(cfg, causal) for causal in (False, True))
 
     @device
     def transform(tokens, first, position, causal):
@@ -242,8 +240,7 @@ def _transform_functions(cfg):
         total = int32(0)
         if NTT:
             for k in range(3):
-                value = (c >> int32(8 * k + 8)) & 255
-                total += weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)] >> 2
+                total += weights[place_of(k, c, i)] >> 2
         return total
 
     return transform, transformed
