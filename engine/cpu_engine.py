@@ -217,7 +217,7 @@ class CpuEngine:
         the step (steps.join_digits)."""
         self._stop()
         cfg = self.cfg
-        self._rate = steps.learning_rate(cfg, self.step, fitness)
+        rate = steps.learning_rate(cfg, self.step, fitness)
         if self._units:
             sums = rules.step_votes(cfg, fitness)
             votes = (sums[t.span] for t in self._tensors)
@@ -227,41 +227,34 @@ class CpuEngine:
             seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
             signs = digits[voting].astype(np.int32)
             votes = (self._votes(t, seeds, signs) for t in self._tensors)
-        changed = sum(map(self._update_tensor, self._tensors, votes))
+        changed = sum(self._move(t, rules.update_constants(cfg, rate, t), its) for t, its in zip(self._tensors, votes))
         self.seed = steps.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return changed
 
     def _votes(self, t, seeds, signs):
-        """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs."""
+        """int32 [size], in canonical order: the votes of pairs on one array: uint32 seeds, int32 signs."""
         row = self._table[t.param, t.layer]
         if t.matrix:
-            return self._matrix_votes(t, row, seeds, signs)
-        votes = np.empty((1, t.cols), np.int32)
-        self._spread(t.cols, t.cols * seeds.size, cpu_votes.vector_votes, self._draws, row, seeds, signs, votes[0])
+            return parameters.to_canonical(self._matrix_votes(t, row, seeds, signs)[:t.rows, :t.cols])
+        votes = np.empty(t.cols, np.int32)
+        self._spread(t.cols, t.cols * seeds.size, cpu_votes.vector_votes, self._draws, row, seeds, signs, votes)
         return votes
 
-    def _update_tensor(self, t, votes):
-        """Moves one array by its votes int32, [>= rows, >= cols] or in canonical order; number of weights changed."""
-        cfg = self.cfg
-        row = self._table[t.param, t.layer]
-        changed_rows, changed_cols = (np.zeros(n if cfg.ADAPTIVE_NOISE_MODE else 0, np.uint8) for n in (t.rows, t.cols))
-        group = 4 if t.matrix else 1
-        o = rules.update_constants(cfg, self._rate, t)
-        if o.rule == rules.MUON and votes.ndim == 1:
-            votes = parameters.from_canonical(votes, t.cols)
-        x = self._muon_direction(o, t, row, votes) if o.rule == rules.MUON else np.empty((0, 0), np.float32)
-        width = votes.shape[-1]
-        strides = (group * width, width, 1) if votes.ndim > 1 else (group * t.cols, 1, group)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, cpu_votes.apply_votes, o, self._model.weights, row,
-                                   group, votes.ravel(), strides, x, self._moments, changed_rows, changed_cols))
-        sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
-        for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
-            part = self._model.overlay[at:at + moved.size]
-            by = np.where(moved, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC)
-            part[:] = np.clip(part + by, -127, 127)
+    def _move(self, t, o, votes):
+        """Moves one array by its votes int32 [size], in canonical order; number of weights changed. o: Optimizer."""
+        cfg, weights, moments = self.cfg, self._model.weights[t.span], self._moments[t.span]
+        directions = self._muon_directions(t, o, votes) if o.rule == rules.MUON else np.empty(0, np.float32)
+        before = weights.copy()
+        self._spread(t.size, 4 * t.size, cpu_votes.apply_votes, o, votes, directions, weights, moments)
+        moved = weights != before
+        if cfg.ADAPTIVE_NOISE_MODE:                          # the overlay rule of SPEC 9
+            of = moved.reshape(-1, t.cols, 4 if t.matrix else 1)
+            for at, its in [(t.overlay_a, of.any((0, 2)))] + [(t.overlay_b, of.any(1).ravel())] * t.matrix:
+                part = self._model.overlay[at:at + its.size]
+                part[:] = np.clip(part + np.where(its, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC), -127, 127)
         self._pack(t, t.size)
-        return int(changed)
+        return np.count_nonzero(moved)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
@@ -276,16 +269,17 @@ class CpuEngine:
                          cpu_votes.panel_votes, self._draws, row, block, x, votes)
         return votes
 
-    def _muon_direction(self, o, t, row, votes):
-        """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
-        model.rules)."""
-        short, long = sorted((t.rows, t.cols))
-        x = np.empty((short, long), np.float32)
+    def _muon_directions(self, t, o, votes):
+        """float32 [size], in canonical order: the momentum after these votes, orthogonalised (see model.rules)."""
         a, b, c = rules.muon_coefficients(self.cfg)
-        cpu_votes.muon_start(o, row, votes, self._moments, x)
+        x = np.empty(t.size, np.float32)
+        cpu_votes.muon_momenta(o, votes, self._moments[t.span], x)
+        x = parameters.from_canonical(x, t.cols)
+        x = np.ascontiguousarray(x.T) if t.rows > t.cols else x
+        x /= cpu_votes.muon_norm(x.ravel())
 
         def product(left, right, gram, alpha, beta):
-            out = np.empty((short, short if gram else right.shape[1]), np.float32)
+            out = np.empty((len(left), len(left) if gram else right.shape[1]), np.float32)
             self._spread(out.shape[1] // PANEL, left.shape[1] * out.size // 16, cpu_votes.muon_panels, left, right,
                          gram, alpha, beta, out)
             return out
@@ -293,7 +287,7 @@ class CpuEngine:
         for _ in range(rules.MUON_ROUNDS):
             squares = product(x, x, True, a, a)
             x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
-        return x
+        return parameters.to_canonical(x.T if t.rows > t.cols else x)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows

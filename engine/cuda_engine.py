@@ -669,8 +669,7 @@ class CudaEngine:
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8, self._given_fitness.size)
         lr = steps.learning_rate(cfg, self.step, fitness)
         if lr != self._rate:
-            rates = [rules.update_constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
-            votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
+            votes.optimizers.copy_to_device(update.optimizers(cfg, lr), self.stream)
             self._rate = lr
         self._set_job()
 

@@ -11,8 +11,8 @@ both operands; slices of n bound the memory.
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int8, int32, uint32
-from numba.cuda import libdevice
+from numba import cuda, float32, int8, int32, types, uint32
+from numba.cuda.np import numpy_support
 
 from model import parameters, rules, steps
 from kernels import muon
@@ -34,6 +34,8 @@ INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
+OPTIMIZER = np.dtype([(name, np.float32 if name != "rule" else np.int32) for name in rules.Optimizer._fields])
+OPTIMIZERS = types.Array(numpy_support.from_dtype(OPTIMIZER), 1, "C")
 
 
 class Work(NamedTuple):
@@ -270,66 +272,46 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
             cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
 
+def optimizers(cfg, lr):
+    """[rules.Optimizer] of the tensors as OPTIMIZER; lr: of the step."""
+    return np.array([tuple(rules.update_constants(cfg, lr, t)) for t in parameters.tensors(cfg)], OPTIMIZER)
+
+
 def optimize_kernel(cfg):
     """The kernel that moves the weights."""
     adapt = cfg.ADAPTIVE_NOISE_MODE != 0
-    with_muon = bool(cfg.USE_MUON)
-    by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    muon_size = np.float32(rules.MUON_SIZE)
-    o = rules.update_constants(cfg, 1.0, parameters.tensors(cfg)[0])
-    beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
-        float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
-    all_decay = cfg.PERTURB == "weights"                     # see rules.update_constants
-    rule = rules.update_rules(device, TARGET)
-    adamw, whole_step = rule.adamw, rule.whole_step
-    muon_step = rule.muon
-    sgd, ztest = rule.sgd, rule.ztest
+    step_of = rules.update_rules(device, TARGET).step
 
-    def optimize(blocks: A2, tensors: A2, rates: F1, votes: A32, directions: F1, weights: A8, moments: F2, touched: B1,
-                 changed: A32):
-        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
-        [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
-        changed; changed int32 [1]: how many did. Grid: blocks."""
+    def optimize(blocks: A2, tensors: A2, optimizers: OPTIMIZERS, votes: A32, directions: F1, weights: A8, moments: F2,
+                 touched: B1, changed: A32):
+        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. moments float32
+        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how
+        many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate = rates[tensor]
-        direction = tensors[tensor, DIRECTION] if with_muon else -1
+        o, direction = optimizers[tensor], tensors[tensor, DIRECTION]
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
             if i < size:
-                at = base + i
-                vote, weight = votes[at], weights[at]
-                acc = moments[at, 2]
+                at, group = base + i, 4 if matrix else 1
+                r, c = i // group // cols * group + i % group, i // group % cols
+                x = float32(0)
+                if direction >= 0:
+                    rows = size // cols
+                    x = directions[direction + (r * cols + c if rows <= cols else c * rows + r)]
+                move, m, v, acc = step_of(o, votes[at], x, int32(weights[at]), moments[at, 0], moments[at, 1],
+                                          moments[at, 2])
                 votes[at] = 0
-                if by_ztest:
-                    move = ztest(vote, weight, int32(rate))
-                else:
-                    if direction >= 0:
-                        rows = size // cols
-                        r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
-                        x = directions[direction + (r * cols + c if rows <= cols else c * rows + r)]
-                        long = libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols)))
-                        acc = muon_step(x, libdevice.fmul_rn(muon_size, long), weight, acc, rate, decay)
-                    elif by_sgd:
-                        acc = sgd(vote, acc, rate)
-                    else:
-                        m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
-                                          one_less_beta1, beta2, one_less_beta2, eps,
-                                          decay if all_decay or matrix else float32(0))
-                        moments[at, 0], moments[at, 1] = m, v
-                    move, acc = whole_step(weight, acc)
-                moments[at, 2] = acc
+                moments[at, 0], moments[at, 1], moments[at, 2] = m, v, acc
                 moved = move != 0
                 if moved:
-                    weights[at] = int8(weight + move)
+                    weights[at] = int8(weights[at] + move)
                     if adapt:
+                        touched[tensors[tensor, OVERLAY_A] + c] = 1
                         if matrix:
-                            touched[tensors[tensor, OVERLAY_A] + (i >> 2) % cols] = 1
-                            touched[tensors[tensor, OVERLAY_B] + (i >> 2) // cols * 4 + (i & 3)] = 1
-                        else:
-                            touched[tensors[tensor, OVERLAY_A] + i] = 1
+                            touched[tensors[tensor, OVERLAY_B] + r] = 1
             count = cuda.popc(cuda.ballot_sync(0xFFFFFFFF, moved))
             if lane == 0 and count > 0:
                 cuda.atomic.add(changed, 0, count)
@@ -395,7 +377,7 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    values of n). Set `optimizers`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
     read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
@@ -411,7 +393,7 @@ class Update:
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
         self.packed = cuda.device_array(cfg.STEP_BYTES, np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
-        self.rates = cuda.device_array(len(w.tensors), np.float32)
+        self.optimizers = cuda.device_array(len(w.tensors), OPTIMIZER)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
@@ -445,7 +427,7 @@ class Update:
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.votes, self.muon.x,
+        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.optimizers, self.votes, self.muon.x,
             weights, moments, self.touched, self.changed)
         if self.adapt:
             add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)

@@ -208,29 +208,20 @@ def norm_rules(jit, ops):
 
 
 def update_rules(jit, ops):
-    """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
+    """The update of one weight (SPEC 9). o: Optimizer; vote, weight: int32; m, v, acc: float32, its moments and
+    accumulator."""
     add, sub = ops.add, ops.sub
     mul, div = ops.mul, ops.div
     fma, sqrt = ops.fma, ops.sqrt
 
     @jit
-    def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
+    def adamw(o, vote, weight, m, v, acc):
         """(m, v, acc) after a vote."""
         g = f32(i32(-vote))
-        m = fma(m, beta1, mul(g, one_less_beta1))
-        v = fma(mul(g, g), one_less_beta2, mul(v, beta2))
-        u = div(m, add(sqrt(v), eps))
-        return m, v, fma(f32(-rate), fma(f32(weight), decay, u), acc)
-
-    @jit
-    def sgd(vote, acc, rate):
-        """acc after a vote."""
-        return fma(f32(vote), rate, acc)
-
-    @jit
-    def muon(direction, size, weight, acc, rate, decay):
-        """acc after a step in Muon's direction; size: the length of a step (`Optimizer`)."""
-        return fma(f32(-rate), fma(f32(weight), decay, mul(direction, size)), acc)
+        m = fma(m, o.beta1, mul(g, o.one_less_beta1))
+        v = fma(mul(g, g), o.one_less_beta2, mul(v, o.beta2))
+        u = div(m, add(sqrt(v), o.eps))
+        return m, v, fma(f32(-o.lr), fma(f32(weight), o.decay, u), acc)
 
     @jit
     def whole_step(weight, acc):
@@ -254,7 +245,22 @@ def update_rules(jit, ops):
             move = i32(-1 if weight > -127 else 0)
         return move
 
-    return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
+    @jit
+    def step(o, vote, direction, weight, m, v, acc):
+        """(move, m, v, acc): the int32 by which the weight moves, and the others after that. direction: float32, that of
+        Muon."""
+        if o.rule == ZTEST:
+            return ztest(vote, weight, i32(o.lr)), m, v, acc
+        if o.rule == ADAMW:
+            m, v, acc = adamw(o, vote, weight, m, v, acc)
+        elif o.rule == SGD:
+            acc = fma(f32(vote), o.lr, acc)
+        else:
+            acc = fma(f32(-o.lr), fma(f32(weight), o.decay, mul(direction, o.size)), acc)
+        move, acc = whole_step(weight, acc)
+        return move, m, v, acc
+
+    return SimpleNamespace(step=step)
 
 
 def vote_rules(jit):
