@@ -7,7 +7,7 @@ import numpy as np
 
 from engine import cpu_credits, cpu_gru, cpu_transformer
 from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
-from engine.cpu_rules import f32, fma, i32, njit, rule, step, u32
+from engine.cpu_rules import f32, fma, i32, momentum, njit, rule, step, u32
 from engine.simd import PANEL, ROWS, chain_tile, local
 from model import parameters, steps, units
 from model.rules import MUON_EPS, MUON_PARTS
@@ -228,7 +228,7 @@ class UnitVotes:
 def muon_momenta(o, votes, moments, out):
     """out float32 [n]: Muon's momenta after votes int32 [n], which become the first of moments float32 [n, 3]."""
     for i in range(out.size):
-        out[i] = moments[i, 0] = fma(moments[i, 0], o.momentum, f32(i32(-votes[i])))
+        out[i] = moments[i, 0] = momentum(votes[i], moments[i, 0], o.momentum)
 
 
 @njit

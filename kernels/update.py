@@ -33,7 +33,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
 OPTIMIZER = np.dtype([(name, np.float32 if name != "rule" else np.int32) for name in rules.Optimizer._fields])
 OPTIMIZERS = types.Array(numpy_support.from_dtype(OPTIMIZER), 1, "C")
 
@@ -45,8 +45,8 @@ class Work(NamedTuple):
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
     [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
-    [tensors, 7], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
-    2]: a tensor, the first of its elements to move."""
+    [tensors, 6], in the order of model.parameters.tensors. blocks [blocks, 2]: a tensor, the first of its elements to
+    move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -79,8 +79,7 @@ def work(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
-             for t, direction in zip(tensors, muon.work(cfg).directions)]
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b) for t in tensors]
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
     return Work(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
@@ -290,17 +289,14 @@ def optimize_kernel(cfg):
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        o, direction = optimizers[tensor], tensors[tensor, DIRECTION]
+        o = optimizers[tensor]
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
             if i < size:
                 at, group = base + i, 4 if matrix else 1
                 r, c = i // group // cols * group + i % group, i // group % cols
-                x = float32(0)
-                if direction >= 0:
-                    rows = size // cols
-                    x = directions[direction + (r * cols + c if rows <= cols else c * rows + r)]
+                x = directions[base + muon.place(i, size // cols, cols)] if o.rule == rules.MUON else float32(0)
                 move, m, v, acc = step_of(o, votes[at], x, int32(weights[at]), moments[at, 0], moments[at, 1],
                                           moments[at, 2])
                 votes[at] = 0
@@ -395,7 +391,7 @@ class Update:
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.optimizers = cuda.device_array(len(w.tensors), OPTIMIZER)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.muon = muon.Direction(cfg, kernels)
+        self.muon = muon.Directions(cfg, kernels)
         self.pairs = cfg.N_PAIRS
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
 
@@ -405,7 +401,7 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + cfg.STEP_BYTES + muon.Direction.bytes_needed(cfg))
+                + cfg.STEP_BYTES + muon.Directions.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8

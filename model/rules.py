@@ -246,6 +246,11 @@ def update_rules(jit, ops):
         return move
 
     @jit
+    def momentum(vote, m, kept):
+        """Muon's m after a vote; kept: MUON_MOMENTUM."""
+        return fma(m, kept, f32(i32(-vote)))
+
+    @jit
     def step(o, vote, direction, weight, m, v, acc):
         """(move, m, v, acc): the int32 by which the weight moves, and the others after that. direction: float32, that of
         Muon."""
@@ -260,7 +265,7 @@ def update_rules(jit, ops):
         move, acc = whole_step(weight, acc)
         return move, m, v, acc
 
-    return SimpleNamespace(step=step)
+    return SimpleNamespace(momentum=momentum, step=step)
 
 
 def vote_rules(jit):
