@@ -30,8 +30,9 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import show, tell
 from kernels import ptx, tiles, update
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
+from kernels.parts import A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
+from kernels.units import warp_sum
 from model import integer_tables, parameters, rewards, rules, soft_targets, steps
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -282,36 +283,17 @@ def _choose_kernel(cfg):
 def _digest_kernel():
     mixed, halves = device(parameters.mixed), device(parameters.halves)
 
-    def digest(weights: AU64, moments: AU64, overlay: A8, out: AU64):
-        """Adds to out uint64 [2] the sums of model.parameters.Digest over all of the state but step and seed. weights,
-        moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums = cuda.shared.array((2, BLOCK), uint64)
-        t = cuda.threadIdx.x
-        a, b = uint64(0), uint64(0)
-        for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
-            if i < weights.size:
-                word = weights[i]
-            elif i < weights.size + moments.size:
-                word = moments[i - weights.size]
-            else:
-                word, at = uint64(0), 8 * (i - weights.size - moments.size)
-                for k in range(min(8, overlay.size - at)):
-                    word |= uint64(uint8(overlay[at + k])) << uint64(8 * k)
-            x = mixed(word, uint64(i + parameters.FIRST_WORD))
-            a += x
-            b += halves(x)
-        sums[0, t] = a
-        sums[1, t] = b
-        half = BLOCK // 2
-        while half > 0:
-            cuda.syncthreads()
-            if t < half:
-                sums[0, t] += sums[0, t + half]
-                sums[1, t] += sums[1, t + half]
-            half //= 2
-        cuda.syncthreads()
-        if t < 2:
-            cuda.atomic.add(out, t, sums[t, 0])
+    def digest(words: AU64, number, out: A64):
+        """Adds to out int64 [2] the sums of model.parameters.Digest over words; number: of the first. Any grid."""
+        a, b = int64(0), int64(0)
+        for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
+            x = mixed(words[i], uint64(number + i))
+            a += int64(x)
+            b += int64(halves(x))
+        a, b = warp_sum(a), warp_sum(b)
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(out, 0, a)
+            cuda.atomic.add(out, 1, b)
 
     return digest
 
@@ -472,15 +454,16 @@ class CudaEngine:
         if self._forward.trials:
             self._forward.trials.reserve()
         self._weights = cuda.device_array(n, np.int8)
-        self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
+        self._overlay_padded = cuda.to_device(np.zeros(blocks(parameters.n_overlay(cfg), 8) * 8, np.int8))
+        self._overlay = self._overlay_padded[:parameters.n_overlay(cfg)]
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state = self._weights, self._moments, self._overlay
         self._saved = None                                   # a copy of the state, see _save
         self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
         self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
-        self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
-        self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
+        self._sums, self._zeros = cuda.device_array(2, np.int64), cuda.to_device(np.zeros(2, np.int64))
+        self._digest, self._changed = Fetched(2, np.int64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
@@ -507,10 +490,12 @@ class CudaEngine:
         self._changed.copy(self._votes.changed, self.stream)
 
     def _launch_digest(self):
-        weights, moments = (array.ravel().view(np.uint64) for array in (self._weights, self._moments))
-        grid = min(DIGESTERS, blocks(weights.size + moments.size, BLOCK))
         self._sums.copy_to_device(self._zeros, self.stream)
-        self._kernels["digest"][grid, BLOCK, self.stream](weights, moments, self._overlay, self._sums)
+        number = parameters.FIRST_WORD
+        for words in (array.view(np.uint64) for array in (self._weights, self._moments.ravel(), self._overlay_padded)):
+            grid = min(DIGESTERS, blocks(words.size, BLOCK))
+            self._kernels["digest"][grid, BLOCK, self.stream](words, number, self._sums)
+            number += words.size
         self._digest.copy(self._sums, self.stream)
 
     def load(self, state):
