@@ -1,5 +1,5 @@
-"""Muon's directions on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see
-model.rules).
+"""Muon's directions on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz
+(see model.rules).
 
 Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone. Tensor
 cores would not do: they have no exact float32 and no order. It is 23 GFLOP a step in the default configuration; all

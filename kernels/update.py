@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int8, int32, types, uint32
-from numba.cuda.np import numpy_support
+from numba.cuda.np.numpy_support import from_dtype
 
 from model import parameters, rules, steps
 from kernels import muon
@@ -35,7 +35,7 @@ PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_RO
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
 OPTIMIZER = np.dtype([(name, np.float32 if name != "rule" else np.int32) for name in rules.Optimizer._fields])
-OPTIMIZERS = types.Array(numpy_support.from_dtype(OPTIMIZER), 1, "C")
+OPTIMIZERS = types.Array(from_dtype(OPTIMIZER), 1, "C")
 
 
 class Work(NamedTuple):

@@ -252,8 +252,8 @@ def update_rules(jit, ops):
 
     @jit
     def step(o, vote, direction, weight, m, v, acc):
-        """(move, m, v, acc): the int32 by which the weight moves, and the others after that. direction: float32, that of
-        Muon."""
+        """(move, m, v, acc): by how much the weight moves, int32, and the others after that. direction: of Muon,
+        float32."""
         if o.rule == ZTEST:
             return ztest(vote, weight, i32(o.lr)), m, v, acc
         if o.rule == ADAMW:
@@ -456,17 +456,12 @@ def checked_prompt(cfg, prompt):
 
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
 
-def window_start(first, pair, pairs_a_group, stride, starts):
-    """First token of a pair's window (SPEC 7). Every group of pairs reads its own stream, which begins `stride` tokens
-    after that of the previous group. first: first token of pair 0 in this step; starts: number of windows."""
-    return (first + pair // pairs_a_group * stride) % starts
-
-
 def window_starts(cfg, n_tokens, step, first_pair, pairs):
-    """int64 [pairs]: first token of each pair's window; every step reads the next window of a stream."""
+    """int64 [pairs]: first token of each pair's window (SPEC 7); every step reads the next window of a stream. Every
+    group of pairs reads its own stream, which begins `stride` tokens after that of the previous group."""
     stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
-    each = np.arange(first_pair, first_pair + pairs, dtype=np.int64)
-    return window_start(step * cfg.SEQ_LEN, each, cfg.GROUP_SIZE // 2, stride, n_tokens - cfg.SEQ_LEN)
+    group = np.arange(first_pair, first_pair + pairs, dtype=np.int64) // (cfg.GROUP_SIZE // 2)
+    return (step * cfg.SEQ_LEN + group * stride) % (n_tokens - cfg.SEQ_LEN)
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
