@@ -59,7 +59,7 @@ def test_the_work_of_the_kernels_gives_the_votes():
     work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
     fitness = rules.unpacked_digits(packed, cfg.N_PAIRS)
-    n = np.arange(work.span + 16)
+    n = np.arange(work.span)
     operands = np.zeros((len(work.rows), n.size), int64)
     for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(int64)):
         row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
@@ -73,9 +73,10 @@ def test_the_work_of_the_kernels_gives_the_votes():
         p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
         r, c = (s, p) if signed_is_row else (p, s)
         np.add.at(votes, at + (r >> 2) * 4 * cols + c * 4 + (r & 3), product)
-    for element, offset, ahead, at in work.vectors:
-        rows = operands[element:element + 8 * update.EIGHTS]
-        votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
+    for first, size, *streams in work.vectors:
+        for i in range(size):
+            draws = [Reading(cfg, state, state.seed + pairs).noise(stream, i) for stream in streams]
+            votes[first + i] = np.prod(draws, 0) @ fitness
     for t in parameters.tensors(cfg):
         equal(votes[t.span], votes_on(cfg, state, t, packed), t)
 
