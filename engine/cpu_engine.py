@@ -105,7 +105,7 @@ class CpuEngine:
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
         for t in self._tensors:
-            self._pack(t, 0)                                 # in this thread, which may have to compile it: see warm_up
+            self._pack(t)
 
     def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
@@ -133,17 +133,28 @@ class CpuEngine:
         """Whether credits are multiplied by an array."""
         return self._units and t.hidden
 
-    def _pack(self, t, cost):
-        """Derives the panels and columns of the Model from one array. cost: as `_spread` takes it."""
-        c, row = self._model, self._table[t.param, t.layer]
+    def _pack(self, t):
+        """Derives the panels and columns of the Model from one array."""
+        weights, row = self._model.weights[t.span], self._table[t.param, t.layer]
         if self._is_by_token(t):
-            weights = c.weights[t.span].reshape(-1, t.cols, 4)
-            c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
+            columns = self._model.columns[row["columns"]:][:t.cols]
+            columns.view(np.int32)[:] = weights.view(np.int32).reshape(-1, t.cols).T
         if t.product:
-            self._spread(-(-t.cols // PANEL), cost, cpu_votes.pack, c.weights, c.packed, c.correction, row)
+            self._fill_panels(row, weights)
         if self._is_transposed(t):
-            self._spread(-(-t.rows // PANEL), cost, cpu_votes.pack_transposed, c.weights, c.packed, c.correction,
-                         self._table[len(self._table) // 2 + t.param, t.layer])
+            transposed = parameters.to_canonical(parameters.from_canonical(weights, t.cols).T)
+            self._fill_panels(self._table[len(self._table) // 2 + t.param, t.layer], transposed)
+
+    def _fill_panels(self, row, weights):
+        """Copies a matrix, int8 in canonical order, to its panels, with each column's correction. row: of
+        Model.table."""
+        c, rows, cols = self._model, row["rows"] // 4, row["cols"]
+        words = np.zeros((rows, -(-cols // PANEL) * PANEL), np.int32)
+        words[:, :cols] = weights.view(np.int32).reshape(rows, cols)
+        panels = c.packed[row["packed"]:][:words.nbytes].view(np.int32).reshape(-1, rows, PANEL)
+        panels[:] = words.reshape(rows, -1, PANEL).swapaxes(0, 1)
+        sums = words.view(np.int8).sum(0, dtype=np.int32).reshape(-1, 4).sum(1, dtype=np.int32)
+        c.correction[row["correction"]:][:sums.size] = -128 * sums
 
     def state(self):
         """A copy of the State."""
@@ -253,7 +264,7 @@ class CpuEngine:
             for at, its in [(t.overlay_a, of.any((0, 2)))] + [(t.overlay_b, of.any(1).ravel())] * t.matrix:
                 part = self._model.overlay[at:at + its.size]
                 part[:] = np.clip(part + np.where(its, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC), -127, 127)
-        self._pack(t, t.size)
+        self._pack(t)
         return np.count_nonzero(moved)
 
     def _matrix_votes(self, t, row, seeds, signs):

@@ -23,40 +23,6 @@ Reading = namedtuple("Reading", "kept tokens loss")
 # --- votes with noise on weights --------------------------------------------------------------------------------------
 
 @njit
-def pack(weights, packed, correction, t, first, end):
-    """Copies panels first..end - 1 of one matrix (t: its row of Model.table) from the canonical weights, with each
-    column's correction."""
-    k4, cols = t.rows // 4, t.cols
-    for p in range(first, end):
-        count = min(PANEL, cols - p * PANEL)
-        sums = np.zeros(PANEL, i32)
-        for k in range(k4):
-            source = t.weights + (k * cols + p * PANEL) * 4
-            target = t.packed + (p * k4 + k) * PANEL * 4
-            for j in range(4 * count):
-                value = weights[source + j]
-                packed[target + j] = value
-                sums[j >> 2] += value
-        for j in range(PANEL):
-            correction[t.correction + p * PANEL + j] = -128 * sums[j]
-
-
-@njit
-def pack_transposed(weights, packed, correction, t, first, end):
-    """The same of the transposed matrix (t: its row of Model.table), four outputs of an input side by side."""
-    k4, outputs = t.rows // 4, t.rows
-    for p in range(first, end):
-        for j in range(min(PANEL, t.cols - p * PANEL)):
-            r = p * PANEL + j
-            source, total = t.weights + (r >> 2) * outputs * 4 + (r & 3), i32(0)
-            for k in range(outputs):
-                value = weights[source + 4 * k]
-                packed[t.packed + (p * k4 + (k >> 2)) * PANEL * 4 + 4 * j + (k & 3)] = value
-                total += value
-            correction[t.correction + p * PANEL + j] = -128 * total
-
-
-@njit
 def input_block(c, t, seeds, signs, x, first, end):
     """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
     for r in range(first, end):
