@@ -3,7 +3,6 @@
 A row of credits goes through a product as int8 + 128, the rows of several positions together.
 """
 
-import numpy as np
 
 from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, draw_norm, i64,
                                 new_rows, new_sides, nothing_below, product, through_norm)

@@ -105,7 +105,7 @@ class CpuEngine:
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
         for t in self._tensors:
-            self._pack(t, 0)                                 # in this thread, which may have to compile it: see warm_up
+            self._pack(t)
 
     def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
@@ -133,17 +133,28 @@ class CpuEngine:
         """Whether credits are multiplied by an array."""
         return self._units and t.hidden
 
-    def _pack(self, t, cost):
-        """Derives the panels and columns of the Model from one array. cost: as `_spread` takes it."""
-        c, row = self._model, self._table[t.param, t.layer]
+    def _pack(self, t):
+        """Derives the panels and columns of the Model from one array."""
+        weights, row = self._model.weights[t.span], self._table[t.param, t.layer]
         if self._is_by_token(t):
-            weights = c.weights[t.span].reshape(-1, t.cols, 4)
-            c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
+            columns = self._model.columns[row["columns"]:][:t.cols]
+            columns.view(np.int32)[:] = weights.view(np.int32).reshape(-1, t.cols).T
         if t.product:
-            self._spread(-(-t.cols // PANEL), cost, cpu_votes.pack, c.weights, c.packed, c.correction, row)
+            self._fill_panels(row, weights)
         if self._is_transposed(t):
-            self._spread(-(-t.rows // PANEL), cost, cpu_votes.pack_transposed, c.weights, c.packed, c.correction,
-                         self._table[len(self._table) // 2 + t.param, t.layer])
+            transposed = parameters.to_canonical(parameters.from_canonical(weights, t.cols).T)
+            self._fill_panels(self._table[len(self._table) // 2 + t.param, t.layer], transposed)
+
+    def _fill_panels(self, row, weights):
+        """Copies a matrix, int8 in canonical order, to its panels, with each column's correction. row: of
+        Model.table."""
+        c, rows, cols = self._model, row["rows"] // 4, row["cols"]
+        words = np.zeros((rows, -(-cols // PANEL) * PANEL), np.int32)
+        words[:, :cols] = weights.view(np.int32).reshape(rows, cols)
+        panels = c.packed[row["packed"]:][:words.nbytes].view(np.int32).reshape(-1, rows, PANEL)
+        panels[:] = words.reshape(rows, -1, PANEL).swapaxes(0, 1)
+        sums = words.view(np.int8).sum(0, dtype=np.int32).reshape(-1, 4).sum(1, dtype=np.int32)
+        c.correction[row["correction"]:][:sums.size] = -128 * sums
 
     def state(self):
         """A copy of the State."""
@@ -217,7 +228,7 @@ class CpuEngine:
         the step (steps.join_digits)."""
         self._stop()
         cfg = self.cfg
-        self._rate = steps.learning_rate(cfg, self.step, fitness)
+        rate = steps.learning_rate(cfg, self.step, fitness)
         if self._units:
             sums = rules.step_votes(cfg, fitness)
             votes = (sums[t.span] for t in self._tensors)
@@ -227,41 +238,34 @@ class CpuEngine:
             seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
             signs = digits[voting].astype(np.int32)
             votes = (self._votes(t, seeds, signs) for t in self._tensors)
-        changed = sum(map(self._update_tensor, self._tensors, votes))
+        changed = sum(self._move(t, rules.update_constants(cfg, rate, t), its) for t, its in zip(self._tensors, votes))
         self.seed = steps.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return changed
 
     def _votes(self, t, seeds, signs):
-        """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs."""
+        """int32 [size], in canonical order: the votes of pairs on one array: uint32 seeds, int32 signs."""
         row = self._table[t.param, t.layer]
         if t.matrix:
-            return self._matrix_votes(t, row, seeds, signs)
-        votes = np.empty((1, t.cols), np.int32)
-        self._spread(t.cols, t.cols * seeds.size, cpu_votes.vector_votes, self._draws, row, seeds, signs, votes[0])
+            return parameters.to_canonical(self._matrix_votes(t, row, seeds, signs)[:t.rows, :t.cols])
+        votes = np.empty(t.cols, np.int32)
+        self._spread(t.cols, t.cols * seeds.size, cpu_votes.vector_votes, self._draws, row, seeds, signs, votes)
         return votes
 
-    def _update_tensor(self, t, votes):
-        """Moves one array by its votes int32, [>= rows, >= cols] or in canonical order; number of weights changed."""
-        cfg = self.cfg
-        row = self._table[t.param, t.layer]
-        changed_rows, changed_cols = (np.zeros(n if cfg.ADAPTIVE_NOISE_MODE else 0, np.uint8) for n in (t.rows, t.cols))
-        group = 4 if t.matrix else 1
-        o = rules.update_constants(cfg, self._rate, t)
-        if o.rule == rules.MUON and votes.ndim == 1:
-            votes = parameters.from_canonical(votes, t.cols)
-        x = self._muon_direction(o, t, row, votes) if o.rule == rules.MUON else np.empty((0, 0), np.float32)
-        width = votes.shape[-1]
-        strides = (group * width, width, 1) if votes.ndim > 1 else (group * t.cols, 1, group)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, cpu_votes.apply_votes, o, self._model.weights, row,
-                                   group, votes.ravel(), strides, x, self._moments, changed_rows, changed_cols))
-        sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
-        for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
-            part = self._model.overlay[at:at + moved.size]
-            by = np.where(moved, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC)
-            part[:] = np.clip(part + by, -127, 127)
-        self._pack(t, t.size)
-        return int(changed)
+    def _move(self, t, o, votes):
+        """Moves one array by its votes int32 [size], in canonical order; number of weights changed. o: Optimizer."""
+        cfg, weights, moments = self.cfg, self._model.weights[t.span], self._moments[t.span]
+        directions = self._muon_directions(t, o, votes) if o.rule == rules.MUON else np.empty(0, np.float32)
+        before = weights.copy()
+        self._spread(t.size, 4 * t.size, cpu_votes.apply_votes, o, votes, directions, weights, moments)
+        moved = weights != before
+        if cfg.ADAPTIVE_NOISE_MODE:                          # the overlay rule of SPEC 9
+            of = moved.reshape(-1, t.cols, 4 if t.matrix else 1)
+            for at, its in [(t.overlay_a, of.any((0, 2)))] + [(t.overlay_b, of.any(1).ravel())] * t.matrix:
+                part = self._model.overlay[at:at + its.size]
+                part[:] = np.clip(part + np.where(its, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC), -127, 127)
+        self._pack(t)
+        return np.count_nonzero(moved)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
@@ -276,16 +280,17 @@ class CpuEngine:
                          cpu_votes.panel_votes, self._draws, row, block, x, votes)
         return votes
 
-    def _muon_direction(self, o, t, row, votes):
-        """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
-        model.rules)."""
-        short, long = sorted((t.rows, t.cols))
-        x = np.empty((short, long), np.float32)
+    def _muon_directions(self, t, o, votes):
+        """float32 [size], in canonical order: the momentum after these votes, orthogonalised (see model.rules)."""
         a, b, c = rules.muon_coefficients(self.cfg)
-        cpu_votes.muon_start(o, row, votes, self._moments, x)
+        x = np.empty(t.size, np.float32)
+        cpu_votes.muon_momenta(o, votes, self._moments[t.span], x)
+        x = parameters.from_canonical(x, t.cols)
+        x = np.ascontiguousarray(x.T) if t.rows > t.cols else x
+        x /= cpu_votes.muon_norm(x.ravel())
 
         def product(left, right, gram, alpha, beta):
-            out = np.empty((short, short if gram else right.shape[1]), np.float32)
+            out = np.empty((len(left), len(left) if gram else right.shape[1]), np.float32)
             self._spread(out.shape[1] // PANEL, left.shape[1] * out.size // 16, cpu_votes.muon_panels, left, right,
                          gram, alpha, beta, out)
             return out
@@ -293,7 +298,7 @@ class CpuEngine:
         for _ in range(rules.MUON_ROUNDS):
             squares = product(x, x, True, a, a)
             x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
-        return x
+        return parameters.to_canonical(x.T if t.rows > t.cols else x)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows

@@ -7,13 +7,13 @@ import numpy as np
 
 from engine import cpu_credits, cpu_gru, cpu_transformer
 from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
-from engine.cpu_rules import adamw, f32, fma, i32, leaf, muon, njit, rule, sgd, u32, whole_step, ztest
+from engine.cpu_rules import f32, fma, i32, momentum, njit, rule, step, u32
 from engine.simd import PANEL, ROWS, chain_tile, local
-from model import parameters, steps, units
-from model.rules import ADAMW, MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
+from model import parameters, units
+from model.rules import MUON_EPS, MUON_PARTS
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
-MOVED = 256                 # weights that AdamW moves in vectors
+MOVED = 256                 # weights that are moved in vectors
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 WINDOWS_TOGETHER = 16               # windows that a thread reads together: in the recurrent model they fill two tiles
 # What was read of windows: their Kept; tokens int32 [n]; loss: int
@@ -21,40 +21,6 @@ Reading = namedtuple("Reading", "kept tokens loss")
 
 
 # --- votes with noise on weights --------------------------------------------------------------------------------------
-
-@njit
-def pack(weights, packed, correction, t, first, end):
-    """Copies panels first..end - 1 of one matrix (t: its row of Model.table) from the canonical weights, with each
-    column's correction."""
-    k4, cols = t.rows // 4, t.cols
-    for p in range(first, end):
-        count = min(PANEL, cols - p * PANEL)
-        sums = np.zeros(PANEL, i32)
-        for k in range(k4):
-            source = t.weights + (k * cols + p * PANEL) * 4
-            target = t.packed + (p * k4 + k) * PANEL * 4
-            for j in range(4 * count):
-                value = weights[source + j]
-                packed[target + j] = value
-                sums[j >> 2] += value
-        for j in range(PANEL):
-            correction[t.correction + p * PANEL + j] = -128 * sums[j]
-
-
-@njit
-def pack_transposed(weights, packed, correction, t, first, end):
-    """The same of the transposed matrix (t: its row of Model.table), four outputs of an input side by side."""
-    k4, outputs = t.rows // 4, t.rows
-    for p in range(first, end):
-        for j in range(min(PANEL, t.cols - p * PANEL)):
-            r = p * PANEL + j
-            source, total = t.weights + (r >> 2) * outputs * 4 + (r & 3), i32(0)
-            for k in range(outputs):
-                value = weights[source + 4 * k]
-                packed[t.packed + (p * k4 + (k >> 2)) * PANEL * 4 + 4 * j + (k & 3)] = value
-                total += value
-            correction[t.correction + p * PANEL + j] = -128 * total
-
 
 @njit
 def input_block(c, t, seeds, signs, x, first, end):
@@ -226,28 +192,23 @@ class UnitVotes:
 # --- moves, digests ---------------------------------------------------------------------------------------------------
 
 @njit
-def muon_start(o, t, votes, moments, x):
-    """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
-    1."""
-    rows, cols = t.rows, t.cols
-    sums = np.zeros(MUON_PARTS, f32)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            r, c = (i, j) if rows <= cols else (j, i)
-            at = t.weights + ((r >> 2) * cols + c) * 4 + (r & 3)
-            m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
-            part = (i * x.shape[1] + j) % MUON_PARTS
-            sums[part] = fma(m, m, sums[part])
-            moments[at, 0] = x[i, j] = m
-    half = MUON_PARTS // 2
+def muon_momenta(o, votes, moments, out):
+    """out float32 [n]: Muon's momenta after votes int32 [n], which become the first of moments float32 [n, 3]."""
+    for i in range(out.size):
+        out[i] = moments[i, 0] = momentum(votes[i], moments[i, 0], o.momentum)
+
+
+@njit
+def muon_norm(x):
+    """float32: by what Muon divides x float32 [n]."""
+    sums, half = np.zeros(MUON_PARTS, f32), MUON_PARTS // 2
+    for i in range(x.size):
+        sums[i % MUON_PARTS] = fma(x[i], x[i], sums[i % MUON_PARTS])
     while half:
         for part in range(half):
             sums[part] = f32(sums[part] + sums[part + half])
         half //= 2
-    norm = f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            x[i, j] = f32(x[i, j] / norm)
+    return f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
 
 
 @njit
@@ -268,68 +229,22 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
                     out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
 
 
-@leaf
-def move(o, vote, direction, weight, moments):
-    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
-    if o.rule == ZTEST:
-        least = i32(o.lr)        # few votes are as large, which a processor predicts; half of them are positive
-        return ztest(vote, weight, least) if vote >= least or vote <= -least else i32(0)
-    if o.rule == SGD:
-        acc = sgd(vote, moments[2], o.lr)
-    else:
-        acc = muon(direction, o.size, weight, moments[2], o.lr, o.decay)
-    step, moments[2] = whole_step(weight, acc)
-    return step
-
-
-@leaf
-def adamw_moves(o, votes, weights, moments, moves):
-    """moves int32 [n] of weights int8 [>= n] by their votes int32 [>= n]; moments float32 [>= n, 3] change in place."""
-    n = moves.size
-    m, v, acc = local(n, f32), local(n, f32), local(n, f32)
-    for i in range(n):
-        m[i], v[i], acc[i] = moments[i, 0], moments[i, 1], moments[i, 2]
-    for i in range(n):
-        m[i], v[i], acc[i] = adamw(votes[i], i32(weights[i]), m[i], v[i], acc[i], o.lr, o.beta1, o.one_less_beta1,
-                                   o.beta2, o.one_less_beta2, o.eps, o.decay)
-    for i in range(n):
-        moves[i], acc[i] = whole_step(i32(weights[i]), acc[i])
-    for i in range(n):
-        moments[i, 0], moments[i, 1], moments[i, 2] = m[i], v[i], acc[i]
-
-
 @njit
-def apply_votes(o, weights, t, group, votes, strides, x, moments, changed_rows, changed_cols, first, end):
-    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes, int32 with strides
-    of a group of rows, a row and a column, or by Muon's x float32 [shorter side, longer side]; the number of those that
-    changed, and where changed_rows and changed_cols are not empty, marks in them. group: 4 rows of a matrix are stored
-    together, a vector is one row."""
-    cols, changed, direction = t.cols, 0, f32(0)
-    moves, some = local(MOVED, i32), local(MOVED, i32)
-    for block in range(first, end):
-        for col in range(0, cols, MOVED // group):
-            n = min(MOVED // group, cols - col)
-            at, its = t.weights + (block * cols + col) * group, votes[block * strides[0] + col * strides[2]:]
-            for j in range(n):
-                for k in range(group):
-                    some[j * group + k] = its[j * strides[2] + k * strides[1]]
-            if o.rule == ADAMW:
-                adamw_moves(o, some, weights[at:], moments[at:], moves[:n * group])
-            for j in range(n if o.rule != ADAMW else 0):
-                for k in range(group):
-                    i, r = j * group + k, block * group + k
-                    if o.rule == MUON:
-                        direction = x[r, col + j] if t.rows <= cols else x[col + j, r]
-                    moves[i] = move(o, some[i], direction, i32(weights[at + i]), moments[at + i])
-            its_weights = weights[at:]
-            for i in range(n * group):
-                its_weights[i] += moves[i]
-                changed += abs(moves[i])
-            for i in range(n * group if changed_rows.size else 0):
-                if moves[i]:
-                    changed_rows[block * group + i % group] = 1
-                    changed_cols[col + i // group] = 1      # threads only ever write the same 1
-    return changed
+def apply_votes(o, votes, directions, weights, moments, first, end):
+    """Moves weights first..end - 1 of int8 [n] by their votes int32 [n]; moments float32 [n, 3] (m, v, acc).
+    directions: float32 [n], those of Muon, or empty."""
+    m, v, acc = local(MOVED, f32), local(MOVED, f32), local(MOVED, f32)
+    for at in range(first, end, MOVED):
+        n, vote, direction = min(MOVED, end - at), votes[at:], directions[at:]
+        some, its = weights[at:], moments[at:]
+        for i in range(n):
+            m[i], v[i], acc[i] = its[i, 0], its[i, 1], its[i, 2]
+        for i in range(n):
+            to = direction[i] if directions.size else f32(0)
+            move, m[i], v[i], acc[i] = step(o, vote[i], to, i32(some[i]), m[i], v[i], acc[i])
+            some[i] += move
+        for i in range(n):
+            its[i, 0], its[i, 1], its[i, 2] = m[i], v[i], acc[i]
 
 
 @njit

@@ -2,7 +2,7 @@
 `engine.cpu_engine`.
 
 Forward pass of both models: `egg_kernels`. Update: `kernels.update`. Here: device memory, compiled kernels kept on
-disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
+disk, launch sequences replayed as CUDA graphs, token choice on the device.
 """
 
 import bisect
@@ -30,11 +30,11 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import show, tell
 from kernels import ptx, tiles, update
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
+from kernels.parts import A32, A64, AU32, B1, F1, blocks
 from kernels.reading import bytes_of, sizes
 from kernels.rules import TARGET, device
 from kernels.trials import Trials, chunk_sizes
-from kernels.units import logit_type, wide
+from kernels.units import logit_type, warp_sum, wide
 from model import integer_tables, parameters, rewards, rules, soft_targets, steps
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -139,41 +139,7 @@ AU64 = types.Array(uint64, 1, "C")
 
 def build(cfg):
     """The kernels of this file, as Python functions."""
-    return [_digest_kernel(), _windows_kernel(cfg), _choose_kernel(cfg)]
-
-
-def _windows_kernel(cfg):
-    TOKENS = types.Array(uint8 if cfg.VOCAB_SIZE == 256 else uint32, 1, "C")
-    T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
-    width, drawn, length = before + T + 1, cfg.TARGETS - 1, cfg.WINDOW
-    same = cfg.USE_SAME_DATA != 0
-    groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
-
-    @device
-    def place_of(place, row, k, size):
-        """Index in the data, which has `size` tokens, of the k-th token of a window."""
-        stride = int64(0) if same else size // groups
-        start = window_start(place[0], place[1] + row, per_group, stride, size - T)
-        return (start + k - before) % size
-
-    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, windows: A32):
-        """windows int32, flat, of the pairs place[1] on, in a step whose first window starts at place[0]:
-        model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
-        followers: soft_targets.Followers."""
-        i = cuda.grid(1)
-        if i < windows.size:
-            row = i // length
-            k = i - row * length
-            if k < width:
-                windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
-            elif drawn:
-                at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
-                seed = uint32(job[0] + uint32(place[1] + row))
-                random = hash32(seed, uint32(rules.TARGET_STREAM + k - width))
-                windows[i] = int32(followers[first[at] + random % size[at]])
-
-    return cut_windows
+    return [_digest_kernel(), _choose_kernel(cfg)]
 
 
 @device
@@ -285,36 +251,17 @@ def _choose_kernel(cfg):
 def _digest_kernel():
     mixed, halves = device(parameters.mixed), device(parameters.halves)
 
-    def digest(weights: AU64, moments: AU64, overlay: A8, out: AU64):
-        """Adds to out uint64 [2] the sums of model.parameters.Digest over all of the state but step and seed. weights,
-        moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums = cuda.shared.array((2, BLOCK), uint64)
-        t = cuda.threadIdx.x
-        a, b = uint64(0), uint64(0)
-        for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
-            if i < weights.size:
-                word = weights[i]
-            elif i < weights.size + moments.size:
-                word = moments[i - weights.size]
-            else:
-                word, at = uint64(0), 8 * (i - weights.size - moments.size)
-                for k in range(min(8, overlay.size - at)):
-                    word |= uint64(uint8(overlay[at + k])) << uint64(8 * k)
-            x = mixed(word, uint64(i + parameters.FIRST_WORD))
-            a += x
-            b += halves(x)
-        sums[0, t] = a
-        sums[1, t] = b
-        half = BLOCK // 2
-        while half > 0:
-            cuda.syncthreads()
-            if t < half:
-                sums[0, t] += sums[0, t + half]
-                sums[1, t] += sums[1, t + half]
-            half //= 2
-        cuda.syncthreads()
-        if t < 2:
-            cuda.atomic.add(out, t, sums[t, 0])
+    def digest(words: AU64, number, out: A64):
+        """Adds to out int64 [2] the sums of model.parameters.Digest over words; number: of the first. Any grid."""
+        a, b = int64(0), int64(0)
+        for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
+            x = mixed(words[i], uint64(number + i))
+            a += int64(x)
+            b += int64(halves(x))
+        a, b = warp_sum(a), warp_sum(b)
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(out, 0, a)
+            cuda.atomic.add(out, 1, b)
 
     return digest
 
@@ -368,27 +315,14 @@ def _driver(result):
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
-def data_on_device(cfg, tokens, name):
-    """(tokens, [room for their soft_targets.Followers]) on the device; (None, []) where they do not fit easily."""
-    if tokens is None:
-        return None, []
-    kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
-    need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
-    if need <= memory().free // 4:
-        return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
-    if kinds:
-        tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
-             "than the GPU has to spare: the processor cuts the windows, which takes longer\n")
-    return None, []
-
-
 # The evaluation of a number of members: the windows of their pairs, the array with its result, and the function that
 # enqueues it
 Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 
 
-# How an engine evaluates: the Evaluation of a number of members, and room for the fetched results of two
-Members = collections.namedtuple("Members", "evaluation fetched")
+# How an engine evaluates: the Evaluation of a number of members, and on the host, twice, room for its Fetched result
+# and, page-locked, for its windows
+Members = collections.namedtuple("Members", "evaluation rooms")
 
 
 def evaluating(engine):
@@ -407,10 +341,8 @@ def evaluating(engine):
     def evaluation(members):
         count = members // cfg.MEMBERS
         windows = all_windows[:count * width]
-        cut = engine._cutting(windows)
 
         def enqueue():
-            cut()
             if trials:
                 return trials.launch(engine.stream, engine._weights, engine._packed, windows, engine._job)
             for at in range(0, count, most):
@@ -423,7 +355,8 @@ def evaluating(engine):
         return Evaluation(windows, result, Replay(engine.stream, enqueue))
 
     size = evaluation(cfg.CHUNK_SIZE).result.size
-    return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
+    rooms = [(Fetched(size, np.int64), cuda.pinned_array(all_windows.size, np.int32)) for _ in range(2)]
+    return Members(evaluation, rooms)
 
 
 def checked_memory(cfg, forward, name):
@@ -440,9 +373,9 @@ def checked_memory(cfg, forward, name):
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
-    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. verbs: see tools.train.make_engine. Raises ValueError (one
-    line) where the device is missing or too small."""
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; the host
+    cuts the windows. verbs: see tools.train.make_engine. Raises ValueError (one line) where the device is missing or
+    too small."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
@@ -475,19 +408,17 @@ class CudaEngine:
         free = checked_memory(cfg, self._forward, self.name)
         self._trials = Trials(self._forward) if cfg.PERTURB == "units" else None
         self._weights = cuda.device_array(n, np.int8)
-        self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
+        self._overlay_padded = cuda.to_device(np.zeros(blocks(parameters.n_overlay(cfg), 8) * 8, np.int8))
+        self._overlay = self._overlay_padded[:parameters.n_overlay(cfg)]
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state = self._weights, self._moments, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._inputs = cuda.device_array(24, np.uint8)       # place and job, see _set_job
-        self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
-        self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
-        self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
+        self._job = cuda.device_array(2, np.uint32)
+        self._sums, self._zeros = cuda.device_array(2, np.int64), cuda.to_device(np.zeros(2, np.int64))
+        self._digest, self._changed = Fetched(2, np.int64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
-        self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
-        self._known = () if cfg.SOFT_TARGETS else None       # whose tables are on the device
         # page-locked. A begun update may read the fitness of the next one; it is undone in that case
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
@@ -508,10 +439,12 @@ class CudaEngine:
         self._changed.copy(self._votes.changed, self.stream)
 
     def _launch_digest(self):
-        weights, moments = (array.ravel().view(np.uint64) for array in (self._weights, self._moments))
-        grid = min(DIGESTERS, blocks(weights.size + moments.size, BLOCK))
         self._sums.copy_to_device(self._zeros, self.stream)
-        self._kernels["digest"][grid, BLOCK, self.stream](weights, moments, self._overlay, self._sums)
+        number = parameters.FIRST_WORD
+        for words in (array.view(np.uint64) for array in (self._weights, self._moments.ravel(), self._overlay_padded)):
+            grid = min(DIGESTERS, blocks(words.size, BLOCK))
+            self._kernels["digest"][grid, BLOCK, self.stream](words, number, self._sums)
+            number += words.size
         self._digest.copy(self._sums, self.stream)
 
     def load(self, state):
@@ -583,37 +516,17 @@ class CudaEngine:
         evaluation = self._members.evaluation(count)
         self._set_job(first)
         step, seed = self._at
-        known = self._tables.at_step(step)
-        if self._tokens is None:
-            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // self.cfg.MEMBERS,
-                                       count // self.cfg.MEMBERS)
-            evaluation.windows.copy_to_device(cut.ravel(), self.stream)
-        elif known is not self._known:                       # without context every token follows itself alone
-            self._known = known
-            n = self.tokens.size
-            themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
-            copy_all(self._followers, known or themselves, self.stream)
+        room, windows = next(room for room in self._members.rooms if room[0] not in self._begun.values())
+        windows = windows[:evaluation.windows.size]
+        windows[:] = soft_targets.windows(self.cfg, self.tokens, self._tables.at_step(step), step, seed,
+                                          first // self.cfg.MEMBERS, count // self.cfg.MEMBERS).ravel()
+        send(evaluation.windows, windows, self.stream)
         evaluation.launch()
-        free = next(fetched for fetched in self._members.fetched if fetched not in self._begun.values())
-        return free.copy(evaluation.result, self.stream).record(self.stream)
+        return room.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
-        """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
-        step's first window, first pair or window) and the job (seed, first pair or window)."""
-        cfg, pair = self.cfg, first // self.cfg.MEMBERS
-        step, seed = self._at
-        start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job = struct.pack("2q2I", start, pair, seed, pair)
-        # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
-        cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
-
-    def _cutting(self, windows):
-        """A launch that fills int32 `windows`, flat, of the pairs of the job."""
-        if self._tokens is None:
-            return lambda: None                              # the host cuts them
-        followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
-        return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
-                                 self._tokens, self._place, self._job, *followers, windows)
+        """Sends the job that an evaluation of members first.., or an update, reads: seed, first pair or window."""
+        send(self._job, np.array([self._at[1], first // self.cfg.MEMBERS], np.uint32), self.stream)
 
     def _at_once(self, size, count, name):
         """The number, at most `count`, whose size(n) bytes fit half of the free memory."""
@@ -670,8 +583,7 @@ class CudaEngine:
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8, self._given_fitness.size)
         lr = steps.learning_rate(cfg, self.step, fitness)
         if lr != self._rate:
-            rates = [rules.update_constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
-            votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
+            votes.optimizers.copy_to_device(update.optimizers(cfg, lr), self.stream)
             self._rate = lr
         self._set_job()
 
@@ -824,6 +736,12 @@ def largest(size, most, budget):
 def memory():
     """(free, total): bytes of the memory of the current GPU."""
     return cuda.current_context().get_memory_info()
+
+
+def send(array, values, stream):
+    """Enqueues the copy of values to an array on the device. copy_to_device takes 80 us longer, for which the GPU waits
+    at the end of a step."""
+    cuda.cudadrv.driver.host_to_device(array, values, values.nbytes, stream)
 
 
 def copy_all(arrays, values, stream):

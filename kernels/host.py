@@ -6,7 +6,6 @@ import numpy as np
 from numba import cuda, int32, int64
 
 from kernels.parts import A32, SIGNS, aligned, blocks, byte
-from model import parameters
 
 
 class Kernel:

@@ -1,214 +1,149 @@
-"""Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see
-model.rules).
+"""Muon's directions on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz
+(see model.rules).
 
-Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in
-shared memory change where operands are read, not the order in which they are added. Tensor cores would not do: they
-have no exact float32 and no order. It is 23 GFLOP a step in the default configuration; all matrices go through each
-product in one launch.
+Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone. Tensor
+cores would not do: they have no exact float32 and no order. It is 23 GFLOP a step in the default configuration; all
+matrices go through each product in one launch. A thread has 4 x 4 outputs, and both operands lie with k as their rows,
+so that it loads four neighbours of each at once.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numba import cuda, float32, int32, int64
-from numba.cuda import libdevice
+from numba import cuda, float32
 
 from kernels import ptx
-from kernels.parts import A2, A32, F1, F2, int32s
+from kernels.parts import A2, A32, F1, F2, blocks, unroll
+from kernels.rules import TARGET, device
 from model import parameters, rules
 
-TILE = 64                   # rows and columns of a block's outputs, 8 x 4 a thread of 8 x 16: enough blocks for a GPU
-DEPTH = 16                  # values of k in its shared memory
-PITCH = TILE + 4            # floats of a k there: few banks twice, fours are aligned
-OPERAND = DEPTH * PITCH
 THREADS = 128
-LOADS = TILE * DEPTH // THREADS     # numbers of each operand that a thread loads
-TOGETHER = 4                # numbers of a matrix that a thread loads before it uses them
-# columns of Work.matrices
-WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)
+ROWS, COLS = 64, 32         # of the outputs of a block, 4 x 4 a thread
+TOGETHER = 4                # values of k that a thread loads before it uses them
+FIRST, INPUTS, OUTPUTS = range(3)               # columns of `matrices`
 
 
-class Work(NamedTuple):
-    """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT,
-    LONG] and its square [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and first column of an
-    output tile. directions [tensors]: where the x of a tensor begins, -1 where Muon does not move it. x_size, a_size:
-    numbers of all x and of all squares."""
-    matrices: np.ndarray
-    squares: np.ndarray
-    wides: np.ndarray
-    directions: np.ndarray
-    x_size: int
-    a_size: int
+def matrices(cfg):
+    """int32 [n, 3]: of those that Muon moves the first weight, rows and columns. One side is HIDDEN_DIM, and the other
+    not shorter."""
+    return np.array([(t.weights, t.rows, t.cols) for t in parameters.tensors(cfg) if cfg.USE_MUON and t.hidden],
+                    np.int32).reshape(-1, 3)
 
 
-def work(cfg):
-    """The Work of a configuration; nothing in it without USE_MUON."""
-    matrices, directions = [], []
-    squares, wides = [], []
-    x, a = 0, 0
-    for t in parameters.tensors(cfg):
-        moved = cfg.USE_MUON and t.hidden
-        directions.append(x if moved else -1)
-        if moved:
-            short, long = sorted((t.rows, t.cols))
-            squares += [(len(matrices), i, j) for i in range(0, short, TILE) for j in range(0, short, TILE)]
-            wides += [(len(matrices), i, j) for i in range(0, short, TILE) for j in range(0, long, TILE)]
-            matrices.append((t.weights, t.rows, t.cols, short, long, x, a))
-            x, a = x + t.size, a + short * short
-    return Work(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
+@device
+def place(i, rows, cols):
+    """Where element i of a canonical matrix lies in x, the matrix [shorter side, longer side]."""
+    r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
+    return r * cols + c if rows <= cols else c * rows + r
 
 
 def build(cfg):
     """The kernels of a configuration, as Python functions; none without USE_MUON."""
     if not cfg.USE_MUON:
         return []
-    PARTS, EPS = rules.MUON_PARTS, float32(rules.MUON_EPS)
+    H, PARTS, EPS = cfg.HIDDEN_DIM, rules.MUON_PARTS, float32(rules.MUON_EPS)
     MOMENTUM = np.float32(cfg.MUON_MOMENTUM)
+    momentum = rules.update_rules(device, TARGET).momentum
+    add, mul, div = TARGET.add, TARGET.mul, TARGET.div
+    fma, sqrt = TARGET.fma, TARGET.sqrt
 
-    def muon_start(matrices: A2, votes: A32, moments: F2, x: F1):
-        """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
-        matrix."""
+    def muon_momenta(matrices: A2, votes: A32, moments: F2, x: F1):
+        """The momenta after the votes (int32, canonical), which also go to x. A thread an element. Grid: [elements,
+        matrices]."""
+        i, b = cuda.grid(1), cuda.blockIdx.y
+        first, rows, cols = matrices[b, FIRST], matrices[b, INPUTS], matrices[b, OUTPUTS]
+        if i < rows * cols:
+            m = momentum(votes[first + i], moments[first + i, 0], MOMENTUM)
+            moments[first + i, 0] = m
+            x[first + place(i, rows, cols)] = m
+
+    def muon_scale(matrices: A2, x: F1, turned: F1):
+        """Divides x by its norm, and fills `turned`: x transposed. A block of MUON_PARTS threads a matrix."""
         sums = cuda.shared.array(PARTS, float32)
         t, b = cuda.threadIdx.x, cuda.blockIdx.x
-        rows, cols = matrices[b, ROWS], matrices[b, COLS]
-        size = rows * cols
-        long = matrices[b, LONG]
-        first, at_x = int64(matrices[b, WEIGHTS]), matrices[b, AT_X]
+        first, long = matrices[b, FIRST], max(matrices[b, INPUTS], matrices[b, OUTPUTS])
         total = float32(0)
-        old, ats = cuda.local.array(TOGETHER, float32), cuda.local.array(TOGETHER, int64)
-        for some in range(t, size, TOGETHER * PARTS):
-            for e in range(TOGETHER):
-                i = some + e * PARTS
-                r, c = i // long, i % long
-                if rows > cols:
-                    r, c = c, r
-                ats[e] = first + ((r >> 2) * cols + c) * 4 + (r & 3)
-                if i < size:
-                    old[e] = libdevice.fmaf_rn(moments[ats[e], 0], MOMENTUM, libdevice.int2float_rn(-votes[ats[e]]))
-            for e in range(TOGETHER):
-                i = some + e * PARTS
-                if i < size:
-                    total = libdevice.fmaf_rn(old[e], old[e], total)
-                    moments[ats[e], 0], x[at_x + i] = old[e], old[e]
+        for i in range(t, H * long, PARTS):
+            total = fma(x[first + i], x[first + i], total)
         sums[t] = total
         half = PARTS // 2
         while half > 0:
             cuda.syncthreads()
             if t < half:
-                sums[t] = libdevice.fadd_rn(sums[t], sums[t + half])
+                sums[t] = add(sums[t], sums[t + half])
             half //= 2
         cuda.syncthreads()
-        norm = libdevice.fadd_rn(libdevice.fsqrt_rn(sums[0]), EPS)
-        for some in range(t, size, TOGETHER * PARTS):
-            for e in range(TOGETHER):
-                if some + e * PARTS < size:
-                    old[e] = x[at_x + some + e * PARTS]
-            for e in range(TOGETHER):
-                if some + e * PARTS < size:
-                    x[at_x + some + e * PARTS] = libdevice.fdiv_rn(old[e], norm)
+        norm = add(sqrt(sums[0]), EPS)
+        for i in range(t, H * long, PARTS):
+            value = div(x[first + i], norm)
+            x[first + i] = value
+            turned[first + i % long * H + i // long] = value
 
-    def product(name, gram):
-        """The kernel of a product, as engine.cpu_votes.muon_panels: left . left^T of x, or fma(beta, square . right,
-        alpha * right)."""
-        def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
-            ours = cuda.shared.array(OPERAND, float32, 16)
-            theirs = cuda.shared.array(OPERAND, float32, 16)
-            acc, factors, others = cuda.local.array((8, 4), float32), int32s(8), int32s(4)
-            next_ours, next_theirs = cuda.local.array(LOADS, float32), cuda.local.array(LOADS, float32)
-            t = cuda.threadIdx.x
-            matrix = tiles[cuda.blockIdx.x, 0]
-            row, col = tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
-            short, at_a = matrices[matrix, SHORT], int64(matrices[matrix, AT_A])
-            width = matrices[matrix, LONG] if gram or wide else short            # of the operand beside the square
-            at = int64(matrices[matrix, AT_X]) if gram or wide else at_a
-            depth, columns = (width, short) if gram else (short, width)
-            at_left, at_out = (at, at_a) if gram else (at_a, at)
-            # a thread has rows 8 down + i, columns 4 right + j
-            down, right_ = t // 16, t % 16
-            at_ours = ptx.shared_address(ours, 0) + 32 * down
-            at_theirs = ptx.shared_address(theirs, 0) + 16 * right_
-            for i in range(8):
+    def muon_product(matrices: A2, deep, wide, alpha: float32, beta: float32, left: F1, right: F1, out: F1, turned: F1):
+        """out = left^T . right, or, unless `deep`, fma(beta, left^T . right, alpha * right). `deep`: the sums run over
+        the longer side, else over the shorter one; `wide`: so do the columns of right and out, and `turned` is out
+        transposed. Grid: [columns / COLS, rows / ROWS, matrices]."""
+        b, t = cuda.blockIdx.z, cuda.threadIdx.x
+        first, long = matrices[b, FIRST], max(matrices[b, INPUTS], matrices[b, OUTPUTS])
+        depth, width = long if deep else H, long if wide else H
+        row, col = cuda.blockIdx.y * ROWS + t // (COLS // 4) * 4, cuda.blockIdx.x * COLS + t % (COLS // 4) * 4
+        if row < H and col < width:
+            acc = cuda.local.array((4, 4), float32)
+            for i in range(4):
                 for j in range(4):
                     acc[i, j] = float32(0)
-            for step in range(0, depth + DEPTH, DEPTH):
-                # the operands of this step, while those of the last one are multiplied
-                for n in range(LOADS):
-                    k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
-                    live = step < depth
-                    x = left[at_left + (row + i) * depth + step + k] if live and row + i < short else float32(0)
-                    next_ours[n] = x
-                    if gram:
-                        x = left[at_left + (col + i) * depth + step + k] if live and col + i < short else float32(0)
-                    else:
-                        k, i = t // TILE + n * (THREADS // TILE), t % TILE
-                        x = right[at + (step + k) * width + col + i] if live and col + i < width else float32(0)
-                    next_theirs[n] = x
-                for k in range(DEPTH if step > 0 else 0):
-                    b = ptx.load_shared4(int32(at_theirs + k * (4 * PITCH)))
-                    for half in range(2):
-                        a = ptx.load_shared4(int32(at_ours + k * (4 * PITCH) + 16 * half))
-                        for e in range(4):
-                            factors[4 * half + e], others[e] = a[e], b[e]
-                    for i in range(8):
+            for some in range(0, depth, TOGETHER):
+                for e in range(TOGETHER):
+                    k = some + e
+                    ours, theirs = ptx.load4(left, first + k * H + row), ptx.load4(right, first + k * width + col)
+                    for i in range(4):
                         for j in range(4):
-                            acc[i, j] = libdevice.fmaf_rn(ptx.bits_float(factors[i]), ptx.bits_float(others[j]),
-                                                          acc[i, j])
-                cuda.syncthreads()
-                for n in range(LOADS):
-                    k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
-                    ours[k * PITCH + i] = next_ours[n]
-                    if not gram:
-                        k, i = t // TILE + n * (THREADS // TILE), t % TILE
-                    theirs[k * PITCH + i] = next_theirs[n]
-                cuda.syncthreads()
-            for i in range(8):
+                            acc[i, j] = fma(ptx.bits_float(ours[i]), ptx.bits_float(theirs[j]), acc[i, j])
+            for i in range(4):
                 for j in range(4):
-                    r, c = row + 8 * down + i, col + 4 * right_ + j
-                    if r < short and c < columns:
-                        to = at_out + r * columns + c
-                        x = acc[i, j]
-                        out[to] = x if gram else libdevice.fmaf_rn(beta, x, libdevice.fmul_rn(alpha, right[to]))
-        kernel.__name__ = name
-        return kernel
+                    at, value = first + (row + i) * width + col + j, acc[i, j]
+                    if not deep:
+                        value = fma(beta, value, mul(alpha, right[at]))
+                    out[at] = value
+                    if wide:
+                        turned[first + (col + j) * H + row + i] = value
 
-    return [muon_start, product("muon_gram", True), product("muon_mix", False)]
+    return [muon_momenta, muon_scale, unroll(muon_product, {"e"})]
 
 
-class Direction:
-    """Device buffers of Muon's directions and the launches that fill `x`, the flat directions; kernels: compiled
-    dispatchers of `build`."""
+class Directions:
+    """Device buffers of Muon's directions, [weights], and the launches that fill `x`, a matrix from its first weight on
+    as `place` says; kernels: compiled dispatchers of `build`."""
 
     def __init__(self, cfg, kernels):
-        w = work(cfg)
         self.kernels, self.coefficients = kernels, rules.muon_coefficients(cfg)
-        self.tables = [cuda.to_device(table) for table in w[:3]] if w.x_size else []
-        self.x, self.other = (cuda.device_array(max(1, w.x_size), np.float32) for _ in range(2))
-        self.square, self.poly = (cuda.device_array(max(1, w.a_size), np.float32) for _ in range(2))
+        self.matrices, self.hidden_dim = matrices(cfg), cfg.HIDDEN_DIM
+        self.x, self.turned, self.square, self.poly = (
+            cuda.device_array(parameters.n_weights(cfg) if len(self.matrices) else 1, np.float32) for _ in range(4))
 
     @staticmethod
     def bytes_needed(cfg):
         """Device memory of the buffers."""
-        w = work(cfg)
-        return 8 * (w.x_size + w.a_size) + sum(table.nbytes for table in w[:3])
+        return 16 * parameters.n_weights(cfg) if cfg.USE_MUON else 0
 
     def launches(self, stream, votes, moments):
         """[function that enqueues a kernel]; the directions are then in `x`."""
-        if not self.tables:
-            return []
-        matrices, squares, wides = self.tables
+        out, count = [], len(self.matrices)
+        if not count:
+            return out
+        table, H = cuda.to_device(self.matrices), self.hidden_dim
         a, b, c = self.coefficients
-        out = []
 
         def add(name, grid, threads, *args):
-            out.append(lambda: self.kernels[name][grid, threads, stream](*args))
+            out.append(lambda: self.kernels[name][grid, threads, stream](table, *args))
 
-        def product(name, tiles, *args):
-            add(name, len(tiles), THREADS, tiles, matrices, *args)
+        def product(deep, wide, *args):
+            grid = blocks(4 * H if wide else H, COLS), blocks(H, ROWS), count
+            add("muon_product", grid, THREADS, deep, wide, *args)
 
-        add("muon_start", len(matrices), rules.MUON_PARTS, matrices, votes, moments, self.x)
+        add("muon_momenta", (blocks(4 * H * H, THREADS), count), THREADS, votes, moments, self.x)
+        add("muon_scale", count, rules.MUON_PARTS, self.x, self.turned)
         for _ in range(rules.MUON_ROUNDS):
-            product("muon_gram", squares, np.int32(0), a, a, self.x, self.x, self.square)
-            product("muon_mix", squares, np.int32(0), b, c, self.square, self.square, self.poly)
-            product("muon_mix", wides, np.int32(1), a, np.float32(1), self.poly, self.x, self.other)
-            self.x, self.other = self.other, self.x
+            product(1, 0, a, a, self.turned, self.turned, self.square, self.turned)
+            product(0, 0, b, c, self.square, self.square, self.poly, self.turned)
+            product(0, 1, a, np.float32(1), self.poly, self.x, self.square, self.turned)
+            self.x, self.square = self.square, self.x
         return out

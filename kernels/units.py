@@ -13,7 +13,7 @@ operand row for every input of a matrix and for every credit.
 import math
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int32, int64, uint32
+from numba import cuda, float32, float64, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel

@@ -3,7 +3,7 @@ noise-scale overlay.
 
 A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
 noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves
-the larger side of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the
+the larger side of every matrix. The smaller side of each matrix is hashed again, multiplied by the
 fitness and aligned to the plain side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in
 both operands; slices of n bound the memory.
 """
@@ -11,29 +11,28 @@ both operands; slices of n bound the memory.
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int8, int32, uint32
-from numba.cuda import libdevice
+from numba import cuda, float32, int8, int32, types, uint32
+from numba.cuda.np.numpy_support import from_dtype
 
 from model import parameters, rules, steps
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4
 from kernels.rules import TARGET, build_noise, device
-from kernels.ptx import byte_permute, dp4a
+from kernels.ptx import byte_permute
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 
 # values of n that a block adds up; the operands of a split lie together and nearly fit the L2 cache
 SPLIT = 4096
 PIECE = 1024                # values of n that a block of the kernel `operands` makes for eight rows
-VECTOR_SPLIT = 2048         # values of n that a warp of the kernel `vector_products` adds up
-EIGHTS = 4                  # groups of eight elements of a vector that share a warp
 ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
 
-# columns of Work.rows, Work.tiles, Work.vectors and Work.tensors
+# columns of Work.rows, Work.tiles and Work.tensors
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
-ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
+OPTIMIZER = np.dtype([(name, np.float32 if name != "rule" else np.int32) for name in rules.Optimizer._fields])
+OPTIMIZERS = types.Array(from_dtype(OPTIMIZER), 1, "C")
 
 
 class Work(NamedTuple):
@@ -42,9 +41,8 @@ class Work(NamedTuple):
     rows [operand rows, 5]: INDEX that is hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW and
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
-    [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
-    [tensors, 7], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
-    2]: a tensor, the first of its elements to move."""
+    [vectors, 4]: first weight, size, distances of both streams' seeds from that of the pair. tensors [tensors, 6], in
+    the order of model.parameters.tensors. blocks [blocks, 2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -63,10 +61,7 @@ def work(cfg):
     vectors = []
     for t in tensors:
         if not t.matrix:
-            first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
-            assert ahead < 4 and t.cols % (8 * EIGHTS) == 0
-            plain[:t.cols, HIGH] = np.maximum(plain[:t.cols, HIGH], first + ahead + pairs)
-            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, 8 * EIGHTS)]
+            vectors.append((t.weights, t.size, t.seed_a, t.seed_b))
             continue
         signed_is_row = t.rows <= t.cols
         few, many = sorted((t.rows, t.cols))
@@ -77,18 +72,10 @@ def work(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
-             for t, direction in zip(tensors, muon.work(cfg).directions)]
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b) for t in tensors]
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
     return Work(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
-
-
-@device
-def unfinished_hash(x):
-    """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
-    x = uint32((x ^ x >> 16) * 0x85EBCA6B)
-    return uint32((x ^ x >> 13) * 0xC2B2AE35)
 
 
 @device
@@ -126,38 +113,22 @@ def vote_index(p, s, signed_is_row, cols):
     return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
 
 
-def operands_kernel(cfg):
-    """The kernel that hashes noise into the operands of products."""
-    masks, gaussian = cfg.DEVICE_MASK * 0x01010101, bool(cfg.DEVICE_GAUSSIAN)
+def noise_kernels(cfg):
+    """The kernels that hash noise: into the operands of products, and for the votes on vectors."""
     signs = not cfg.USE_CLT
     noise = build_noise(cfg).noise
 
     @device
-    def four_votes(x):
-        """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
-        if gaussian:
-            word = pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0))
-        else:
-            # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-            low = byte_permute(unfinished_hash(x), unfinished_hash(uint32(x + 1)), 0x6240)
-            high = byte_permute(unfinished_hash(uint32(x + 2)), unfinished_hash(uint32(x + 3)), 0x6240)
-            p = byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632)
-            minus = uint32(~p & 0x01010101)
-            m = p >> 1 & masks
-            m = (m ^ (minus << 7) - minus) + minus
-            word = uint32(m ^ minus << 7)
-        if signs:                                            # 1, -1 or 0 in each byte
-            minus = word >> 7 & 0x01010101
-            nonzero = word | (word & 0x7F7F7F7F) + 0x7F7F7F7F
-            nonzero = nonzero >> 7 & 0x01010101
-            word = nonzero | (minus << 8) - minus
-        return word
+    def draw(seed, i):
+        """int32: noise as votes count it."""
+        n = noise(seed, i)
+        return int32(n > 0) - int32(n < 0) if signs else n
 
     def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
-        16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
-        (width / PIECE + 1), eight rows and PIECE values of n each."""
-        pieces = width // PIECE + 1
+        16][8][16 bytes]. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE),
+        eight rows and PIECE values of n each."""
+        pieces = width // PIECE
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row = int32(group * 8 + (lane >> 2))
@@ -167,12 +138,10 @@ def operands_kernel(cfg):
         low, high = rows[row, LOW], rows[row, HIGH]
         shift = rows[row, SHIFT]
         x = uint32(seed[0] + rows[row, DELTA] + rows[row, INDEX] * 0x9E3779B9)
-        steps = int32(PIECE // 64)
-        if first >= width:
-            steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
-        for _ in range(steps):
+        for _ in range(PIECE // 64):
             if uint32(n - low) < uint32(high - low):
-                draws = four_votes(uint32(x + n))
+                here = uint32(x + n)
+                draws = pack4(draw(here, 0), draw(here + 1, 0), draw(here + 2, 0), draw(here + 3, 0))
                 if shift >= 0:
                     minus, nonzero = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
                     draws = negated(draws & nonzero, minus)
@@ -180,7 +149,20 @@ def operands_kernel(cfg):
             n = int32(n + 64)
             to += 128
 
-    return operands
+    def vector_votes(vectors: A2, seed: AU32, fit: A8, votes: A32):
+        """Adds votes on vectors. A thread an element, for SPLIT pairs. Grid: [elements, pairs / SPLIT, vectors]."""
+        i, v, total = cuda.grid(1), cuda.blockIdx.z, int32(0)
+        first, size = vectors[v, 0], vectors[v, 1]
+        if i < size:
+            start = cuda.blockIdx.y * SPLIT
+            for q in range(start, min(start + SPLIT, fit.size)):
+                if fit[q] != 0:
+                    here = uint32(seed[0] + q)
+                    product = draw(uint32(here + vectors[v, 2]), i) * draw(uint32(here + vectors[v, 3]), i)
+                    total = int32(total + fit[q] * product)
+            cuda.atomic.add(votes, first + i, total)
+
+    return operands, vector_votes
 
 
 def products_kernel(wgmma):
@@ -231,105 +213,43 @@ def products_kernel(wgmma):
     return products
 
 
-def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int32, splits: int32, pairs: int32,
-                    votes: A32):
-    """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
-    of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
-    they share rows."""
-    item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
-    split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
-    group = int32(item - split * groups.shape[0])
-    if split >= splits:
-        return
-    offset, ahead = groups[group, OFFSET], groups[group, AHEAD]
-    from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
-    from_n = max(from_n, int32((offset - start) // 16 * 16))
-    to_n = min(to_n, int32(offset + pairs - start))
-    forth, back = int32s(EIGHTS), int32s(EIGHTS)     # votes for and against
-    for e in range(EIGHTS):
-        forth[e] = 0
-        back[e] = 0
-    selector = 0x3210 + 0x1111 * ahead
-    row = groups[group, ELEMENT] + (lane >> 2)
-    here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
-    for step in range(from_n, to_n, 16):
-        n = int32(step + (lane & 3) * 4)
-        minus, nonzero = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
-        minus = uint32((minus << 8) - minus)                                 # full bytes
-        plus = uint32(nonzero ^ minus)
-        after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
-        for e in range(EIGHTS):
-            x = operand[here + e * (SPLIT * 2)]
-            y = byte_permute(x, operand[after + e * (SPLIT * 2)], selector)
-            forth[e] = dp4a(x & plus, y, forth[e])
-            back[e] = dp4a(x & minus, y, back[e])
-        here += 32
-    for e in range(EIGHTS):
-        total = quad_sum(int32(forth[e] - back[e]))
-        if lane & 3 == 0 and total != 0:
-            cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
+def optimizers(cfg, lr):
+    """[rules.Optimizer] of the tensors as OPTIMIZER; lr: of the step."""
+    return np.array([tuple(rules.update_constants(cfg, lr, t)) for t in parameters.tensors(cfg)], OPTIMIZER)
 
 
 def optimize_kernel(cfg):
     """The kernel that moves the weights."""
     adapt = cfg.ADAPTIVE_NOISE_MODE != 0
-    with_muon = bool(cfg.USE_MUON)
-    by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    muon_size = np.float32(rules.MUON_SIZE)
-    o = rules.update_constants(cfg, 1.0, parameters.tensors(cfg)[0])
-    beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
-        float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
-    all_decay = cfg.PERTURB == "weights"                     # see rules.update_constants
-    rule = rules.update_rules(device, TARGET)
-    adamw, whole_step = rule.adamw, rule.whole_step
-    muon_step = rule.muon
-    sgd, ztest = rule.sgd, rule.ztest
+    step_of = rules.update_rules(device, TARGET).step
 
-    def optimize(blocks: A2, tensors: A2, rates: F1, votes: A32, directions: F1, weights: A8, moments: F2, touched: B1,
-                 changed: A32):
-        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
-        [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
-        changed; changed int32 [1]: how many did. Grid: blocks."""
+    def optimize(blocks: A2, tensors: A2, optimizers: OPTIMIZERS, votes: A32, directions: F1, weights: A8, moments: F2,
+                 touched: B1, changed: A32):
+        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. moments float32
+        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how
+        many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate = rates[tensor]
-        direction = tensors[tensor, DIRECTION] if with_muon else -1
+        o = optimizers[tensor]
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
             if i < size:
-                at = base + i
-                vote, weight = votes[at], weights[at]
-                acc = moments[at, 2]
+                at, group = base + i, 4 if matrix else 1
+                r, c = i // group // cols * group + i % group, i // group % cols
+                x = directions[base + muon.place(i, size // cols, cols)] if o.rule == rules.MUON else float32(0)
+                move, m, v, acc = step_of(o, votes[at], x, int32(weights[at]), moments[at, 0], moments[at, 1],
+                                          moments[at, 2])
                 votes[at] = 0
-                if by_ztest:
-                    move = ztest(vote, weight, int32(rate))
-                else:
-                    if direction >= 0:
-                        rows = size // cols
-                        r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
-                        x = directions[direction + (r * cols + c if rows <= cols else c * rows + r)]
-                        long = libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols)))
-                        acc = muon_step(x, libdevice.fmul_rn(muon_size, long), weight, acc, rate, decay)
-                    elif by_sgd:
-                        acc = sgd(vote, acc, rate)
-                    else:
-                        m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
-                                          one_less_beta1, beta2, one_less_beta2, eps,
-                                          decay if all_decay or matrix else float32(0))
-                        moments[at, 0], moments[at, 1] = m, v
-                    move, acc = whole_step(weight, acc)
-                moments[at, 2] = acc
+                moments[at, 0], moments[at, 1], moments[at, 2] = m, v, acc
                 moved = move != 0
                 if moved:
-                    weights[at] = int8(weight + move)
+                    weights[at] = int8(weights[at] + move)
                     if adapt:
+                        touched[tensors[tensor, OVERLAY_A] + c] = 1
                         if matrix:
-                            touched[tensors[tensor, OVERLAY_A] + (i >> 2) % cols] = 1
-                            touched[tensors[tensor, OVERLAY_B] + (i >> 2) // cols * 4 + (i & 3)] = 1
-                        else:
-                            touched[tensors[tensor, OVERLAY_A] + i] = 1
+                            touched[tensors[tensor, OVERLAY_B] + r] = 1
             count = cuda.popc(cuda.ballot_sync(0xFFFFFFFF, moved))
             if lane == 0 and count > 0:
                 cuda.atomic.add(changed, 0, count)
@@ -387,7 +307,7 @@ def build(cfg, wgmma):
     """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
     own = [unpack_kernel(cfg), optimize_kernel(cfg)]
     if cfg.PERTURB == "weights":
-        own += [operands_kernel(cfg), products_kernel(wgmma), vector_products, rescale_kernel(cfg)]
+        own += [*noise_kernels(cfg), products_kernel(wgmma), rescale_kernel(cfg)]
     return own + muon.build(cfg)
 
 
@@ -395,7 +315,7 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    values of n). Set `optimizers`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
     read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
@@ -405,16 +325,17 @@ class Update:
         self.kernels = kernels
         self.starts = range(0, w.span, self.width) if rows else ()
         self.tables = Work(*map(cuda.to_device, w[:5]), w.span)
-        # another split: for the 16 n beyond the slice, and for tiles that reach beyond the last row
+        # another split: for tiles that reach beyond the last row
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
         self.packed = cuda.device_array(cfg.STEP_BYTES, np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
-        self.rates = cuda.device_array(len(w.tensors), np.float32)
+        self.optimizers = cuda.device_array(len(w.tensors), OPTIMIZER)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.muon = muon.Direction(cfg, kernels)
+        self.muon = muon.Directions(cfg, kernels)
         self.pairs, self.each = cfg.N_PAIRS, steps.packing(cfg.DIGIT_VALUES).digits
+        self.vector_grid = blocks(4 * cfg.HIDDEN_DIM, THREADS), blocks(cfg.N_PAIRS, SPLIT), len(w.vectors)
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
 
     @staticmethod
@@ -423,7 +344,7 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + cfg.STEP_BYTES + muon.Direction.bytes_needed(cfg))
+                + cfg.STEP_BYTES + muon.Directions.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8
@@ -431,21 +352,20 @@ class Update:
         tables, out = self.tables, []
         fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
         digits = self.fit[FIT_PAD:][:self.pairs] if self.starts else self.votes
-        splits = np.int32(self.width // VECTOR_SPLIT)
 
         def add(name, grid, *args, shared=0):
-            out.append(lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args))
+            out.append(lambda: self.kernels[name][grid, THREADS, stream, shared](*args))
 
         add("unpack", blocks(digits.size, self.each * THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
-            add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
-                self.operands)
+            add("operands", len(tables.rows) // 8 * (self.width // PIECE), tables.rows, seed, fit, start,
+                np.int32(self.width), self.operands)
             add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start,
                 self.votes, shared=SHARED)
-            add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
-                fit, rows, start, splits, np.int32(self.pairs), self.votes)
+        if self.starts:
+            add("vector_votes", self.vector_grid, tables.vectors, seed, digits, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.votes, self.muon.x,
+        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.optimizers, self.votes, self.muon.x,
             weights, moments, self.touched, self.changed)
         if self.adapt:
             add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)

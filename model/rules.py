@@ -208,29 +208,20 @@ def norm_rules(jit, ops):
 
 
 def update_rules(jit, ops):
-    """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
+    """The update of one weight (SPEC 9). o: Optimizer; vote, weight: int32; m, v, acc: float32, its moments and
+    accumulator."""
     add, sub = ops.add, ops.sub
     mul, div = ops.mul, ops.div
     fma, sqrt = ops.fma, ops.sqrt
 
     @jit
-    def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
+    def adamw(o, vote, weight, m, v, acc):
         """(m, v, acc) after a vote."""
         g = f32(i32(-vote))
-        m = fma(m, beta1, mul(g, one_less_beta1))
-        v = fma(mul(g, g), one_less_beta2, mul(v, beta2))
-        u = div(m, add(sqrt(v), eps))
-        return m, v, fma(f32(-rate), fma(f32(weight), decay, u), acc)
-
-    @jit
-    def sgd(vote, acc, rate):
-        """acc after a vote."""
-        return fma(f32(vote), rate, acc)
-
-    @jit
-    def muon(direction, size, weight, acc, rate, decay):
-        """acc after a step in Muon's direction; size: the length of a step (`Optimizer`)."""
-        return fma(f32(-rate), fma(f32(weight), decay, mul(direction, size)), acc)
+        m = fma(m, o.beta1, mul(g, o.one_less_beta1))
+        v = fma(mul(g, g), o.one_less_beta2, mul(v, o.beta2))
+        u = div(m, add(sqrt(v), o.eps))
+        return m, v, fma(f32(-o.lr), fma(f32(weight), o.decay, u), acc)
 
     @jit
     def whole_step(weight, acc):
@@ -254,7 +245,27 @@ def update_rules(jit, ops):
             move = i32(-1 if weight > -127 else 0)
         return move
 
-    return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
+    @jit
+    def momentum(vote, m, kept):
+        """Muon's m after a vote; kept: MUON_MOMENTUM."""
+        return fma(m, kept, f32(i32(-vote)))
+
+    @jit
+    def step(o, vote, direction, weight, m, v, acc):
+        """(move, m, v, acc): by how much the weight moves, int32, and the others after that. direction: of Muon,
+        float32."""
+        if o.rule == ZTEST:
+            return ztest(vote, weight, i32(o.lr)), m, v, acc
+        if o.rule == ADAMW:
+            m, v, acc = adamw(o, vote, weight, m, v, acc)
+        elif o.rule == SGD:
+            acc = fma(f32(vote), o.lr, acc)
+        else:
+            acc = fma(f32(-o.lr), fma(f32(weight), o.decay, mul(direction, o.size)), acc)
+        move, acc = whole_step(weight, acc)
+        return move, m, v, acc
+
+    return SimpleNamespace(momentum=momentum, step=step)
 
 
 def vote_rules(jit):
@@ -449,17 +460,12 @@ def checked_prompt(cfg, prompt):
 
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
 
-def window_start(first, pair, pairs_a_group, stride, starts):
-    """First token of a pair's window (SPEC 7). Every group of pairs reads its own stream, which begins `stride` tokens
-    after that of the previous group. first: first token of pair 0 in this step; starts: number of windows."""
-    return (first + pair // pairs_a_group * stride) % starts
-
-
 def window_starts(cfg, n_tokens, step, first_pair, pairs):
-    """int64 [pairs]: first token of each pair's window; every step reads the next window of a stream."""
+    """int64 [pairs]: first token of each pair's window (SPEC 7); every step reads the next window of a stream. Every
+    group of pairs reads its own stream, which begins `stride` tokens after that of the previous group."""
     stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
-    each = np.arange(first_pair, first_pair + pairs, dtype=np.int64)
-    return window_start(step * cfg.SEQ_LEN, each, cfg.GROUP_SIZE // 2, stride, n_tokens - cfg.SEQ_LEN)
+    group = np.arange(first_pair, first_pair + pairs, dtype=np.int64) // (cfg.GROUP_SIZE // 2)
+    return (step * cfg.SEQ_LEN + group * stride) % (n_tokens - cfg.SEQ_LEN)
 
 
 def windows(cfg, tokens, step, first_pair, pairs):

@@ -81,7 +81,7 @@ def test_a_run_compiles_what_its_verbs_use(preset):
     of_rows = {*every["write"]} & {*every["validate"]}
     for verb, own in dict(digest="digest", write="choose", validate="nats").items():
         assert {kernel.name for kernel in {*every[verb]} - of_rows} == {own} and own not in names["step"]
-    assert {"unpack", "optimize", "cut_windows"} <= names["step"]
+    assert {"unpack", "optimize"} <= names["step"]
     assert ("operands" in names["step"]) == (cfg.PERTURB == "weights")
     assert any("muon" in name for name in names["step"]) == bool(cfg.USE_MUON)
     assert len(of_rows) > 5 and of_rows & {*every["step"]} == (of_rows if cfg.PERTURB == "units" else set())
@@ -183,7 +183,7 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
 def test_a_new_process_compiles_what_a_gpu_runs(tmp_path):
     """Without a GPU: to the machine code of the card."""
     from engine import cuda_engine
-    made = {tmp_path / k.name: k for k in kernels_for(configured())[2]["step"] if k.name in ("rescale", "cut_windows")}
+    made = {tmp_path / k.name: k for k in kernels_for(configured())[2]["step"] if k.name in ("rescale", "unpack")}
     with mock.patch.object(cuda_engine, "COMPILERS", 8), mock.patch.object(cuda_engine.hardware, "cores", lambda: 2):
         cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():

@@ -8,7 +8,6 @@ import platform
 import re
 import statistics
 import tempfile
-import time
 
 import numpy as np
 

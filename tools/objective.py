@@ -34,7 +34,7 @@ import numpy as np
 from cluster.console import STOPPING, clean
 from egg_config import EggError, OwnFolders, UsageError, explained, sha256_of, take_out
 from engine import hardware
-from model import data_files, rules, steps
+from model import data_files, rules
 from model.rewards import advantages, is_text, text_draws, text_loss, text_windows
 from model.steps import hash32
 

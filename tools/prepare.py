@@ -8,7 +8,6 @@ import pathlib
 import sys
 import time
 
-import numpy as np
 
 import egg_config
 from cluster.history import replacing, unused
