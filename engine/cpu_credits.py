@@ -3,7 +3,6 @@
 A row of credits goes through a product as int8 + 128, the rows of several positions together.
 """
 
-
 from engine.cpu_kernels import (BEFORE, CLEAN, DEAD, GROUP, NORMED_2, SLOT, add_below, add_product, draw_norm, i64,
                                 new_rows, new_sides, nothing_below, product, through_norm)
 from engine.cpu_rules import bits, digit, exponent, f32, float_of, i32, inlined, leaf, njit, power, u32, whole

@@ -8,7 +8,6 @@ import pathlib
 import sys
 import time
 
-
 import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
