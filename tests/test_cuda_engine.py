@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 from numpy.random import default_rng
-import lanes
 import sanitize
 from numba import cuda
 from numba.cuda.np.numpy_support import from_dtype
@@ -29,7 +28,7 @@ from model.reading import Reading
 from compiling import CARDS
 from engines_compared import SEED, begun_ahead
 from fakes import any_fitness, step_alone
-from readings import TINY, as_data, equal, hold_text_against_the_reading, nats, random_config, votes_on
+from readings import TINY, as_data, equal, random_config, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests
 
 
@@ -177,28 +176,6 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
 @mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
-
-
-@mark.parametrize("constants", [dict(TINY, HEAD_DIM=64, NTT_MODE=3), dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=8)],
-                         ids=str)
-def test_the_pass_over_rows_lane_by_lane(constants, no_gpu, monkeypatch):
-    """A validation, and texts beyond SEQ_LEN in slices, against the plain reading."""
-    cfg, rng = make(**{"N_LAYERS": 1, "VOCAB_SIZE": 257, **constants}), default_rng(SEED)
-    monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", lambda kernel, configuration: lambda *arguments:
-                        lanes.launch(cfg, kernel, *configuration[:2], arguments))
-    monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 2))
-    engine, settings = CudaEngine(cfg), dict(temp=0.8, min_p=0.0, penalty=0.2)
-    state = engine.state()
-    state.weights[:] = rng.integers(-127, 128, state.weights.size)
-    engine.load(state)
-    windows = rng.integers(0, [[cfg.VOCAB_SIZE], [3], [9]], (3, cfg.SEQ_LEN + 1))
-    want = sum(nats(cfg, Reading(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
-    assert engine.validate(windows) == (approx(want, rel=1e-12), windows[:, 1:].size)
-    texts, lengths = rng.integers(0, 4, (3, cfg.SEQ_LEN + 2)).astype(int32), np.array([1, 4, 6])
-    seeds = rng.integers(0, 1 << 32, 3).astype(uint32)
-    engine.write(texts, lengths, seeds, rules.sampling_settings(cfg, **settings))
-    for text, n, seed in zip(texts.tolist(), lengths, seeds.tolist()):
-        hold_text_against_the_reading(engine, text[:n], text[n:], seed, **settings)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
