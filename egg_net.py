@@ -716,34 +716,29 @@ class Coordinator:
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
-            session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
-        elif worker.joins and max(self.shelf.doubtful, default=0) > max(step, self.shelf.newest):
-            self.dispatcher.hold(worker)             # until it is known whether it can be offered
-        elif worker.needs_snapshot():
-            worker.begin_with_snapshot()
-        elif worker.digest and not self._agrees(worker):
+            return session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
+        if worker.joins and max(self.shelf.doubtful, default=0) > max(step, self.shelf.newest):
+            return self.dispatcher.hold(worker)      # until it is known whether it can be offered
+        if worker.needs_snapshot():
+            return worker.begin_with_snapshot()
+        if worker.digest and not self._agrees(worker):
             return
-        elif step < run.step:
+        self.collector.ask(worker)                   # for the state of this step, before it has anything else to do
+        if step < run.step:
             worker.joins = False
-            self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             worker.joins = False
             self.progress.chunk_handed_out()
-            self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
         elif self.closing and self._measuring is None and worker.version == V2:
             self._measuring = worker
-            self.collector.ask(worker)
             session.reply(wire.MEASURE)
         else:
             if worker is self._measuring:
                 self._measuring = False
-            if self.closing:
-                self.collector.ask(worker)
             self.dispatcher.hold(worker)
 
     def _catch_up(self, step, version):
