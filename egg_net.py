@@ -98,8 +98,6 @@ class Worker:
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
             answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE
-        if link.snapshot > engine.step:
-            self._fetch_snapshot(link, link.snapshot)
         while True:
             digest = b""
             if link.version == V2:
@@ -115,7 +113,7 @@ class Worker:
                 continue
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
-                self.console.line(f"worker: at step {engine.step}, told to rebuild from the state of step {start}")
+                self.console.line(f"worker: at step {engine.step}, told to begin with the state of step {start}")
                 if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
@@ -482,8 +480,7 @@ class RemoteWorker(Role):
         self.author, self.process = author, Process(*author, card.id)
         self.card = card
         self.joins = session.version == V2           # nothing was handed out yet: it may begin with a snapshot
-        shelf = coordinator.shelf
-        self.offered = {shelf.sha256.get(shelf.newest)}      # SHA-256 of the snapshots that it was told of
+        self.offered = set()                         # SHA-256 of the snapshots that it was told of
         self.owed = {}                               # {(step, chunk): when} it was handed out, until its result comes
         self.link = coordinator.progress.links       # bytes/s, and shares of the time
         coordinator.dispatcher.workers.add(self)
