@@ -24,8 +24,7 @@ and cluster.wire lists their fields (docs/PROTOCOL.md explains them):
                   Coordinator._complete_step        when all chunks are:
                   cluster.step.Step.fitness             the digits of all pairs, or sums
                   cluster.history.Run.append            go to the disk
-                  Coordinator._answer               serves whoever asks next:
-                  Coordinator._catch_up                 a JOB_RESPONSE with these digits
+                  Coordinator._answer               serves whoever asks next: a JOB_RESPONSE with these digits
     worker        Link.any_of                       takes it
                   Worker._apply                     checks it and hands it to engine.update
 
@@ -590,7 +589,6 @@ class Coordinator:
         self.cfg, self.run, self.peers = cfg, run, peers
         self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
-        self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self._undecided = set()                      # steps at which workers wait for a majority of their states
         self.hub, self.progress, self.states = Hub(), Progress(cfg, run, events), States()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
@@ -723,7 +721,8 @@ class Coordinator:
         self.collector.ask(worker)                   # for the state of this step, before it has anything else to do
         if step < run.step:
             worker.joins = False
-            session.send(self._catch_up(step, worker.version))
+            packed = run.body(step) if worker.version == V2 else run.fitness(step)
+            session.reply(wire.JOB_RESPONSE, run.seed, step + 1, 0, len(packed), packed)
         elif self.island.handover:
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
@@ -737,15 +736,6 @@ class Coordinator:
             if worker is self._measuring:
                 self._measuring = False
             self.dispatcher.hold(worker)
-
-    def _catch_up(self, step, version):
-        """The frame with the fitness of a step, which all workers want at once when the step ends."""
-        key = self.run.step, self.run.start.epoch, step, version
-        if key not in self._answers:
-            packed = self.run.body(step) if version == V2 else self.run.fitness(step)
-            self._answers = {key: wire.frame(wire.JOB_RESPONSE, self.run.seed, step + 1, 0, len(packed), packed,
-                                             version=version)}
-        return self._answers[key]
 
     def take_result(self, worker, result, chunk):
         """result: the fields of RESULT."""

@@ -66,7 +66,7 @@ class Session(hub.Connection):
         self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def reply(self, opcode, *fields):
-        self.send(wire.frame(opcode, *fields, version=self.version))
+        self.send(*wire.pieces(opcode, *fields, version=self.version))
 
     def refuse(self, why, code=BAD_FRAME):
         """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
