@@ -182,7 +182,7 @@ class Dispatcher:
         self._count_authors(now)
         paces = sorted(worker.pace for worker in self.workers if worker.pace)
         self.usual = paces[(len(paces) - 1) // 2] if paces else None
-        if self.waiting and self.usual and not self.work.queue:
+        if self.waiting and self.usual:
             self._late = self.work.late(now, self.usual)
             self.changed |= bool(self._late)
 
