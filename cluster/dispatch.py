@@ -1,9 +1,8 @@
 """The workers of a coordinator: which chunk each is handed, who waits, how long a lease lasts, who checks whom."""
 
 import math
-import os
+import random
 import time
-from array import array
 
 from cluster.hub import Newest
 from cluster.step import Step
@@ -46,6 +45,7 @@ class Dispatcher:
         self._several_at = time.monotonic() if run.step else -math.inf
         self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
         self._error_at = Newest(AUTHORS)             # Author: the step of its last error
+        self._dice = random.SystemRandom()           # nobody can know what will be audited
         self._known_chunks = {}                      # worker: chunks that it delivered in the step before
 
     @property
@@ -53,11 +53,9 @@ class Dispatcher:
         return bool(self.changed and self.waiting)
 
     def begin_step(self):
-        draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
-        audited = {chunk for chunk, draw in enumerate(draws) if draw < self.cfg.AUDIT_RATE * (1 << 32)}
         if self.work:
             self._known_chunks = self.work.delivered
-        self.work = Step(self.cfg, audited)
+        self.work = Step(self.cfg)
         self.work.alone = self.alone
         self.work.authors = self.authors
         self._late = []                              # chunks that an idle worker may copy
@@ -90,13 +88,15 @@ class Dispatcher:
             worker.owed[self.run.step, chunk] = now
             if len(worker.owed) > CHUNKS_OWED:
                 del worker.owed[next(iter(worker.owed))]
-            self._check_newcomer(worker.author, chunk)
+            self._audit(worker.author, chunk)
         return chunk
 
-    def _check_newcomer(self, author, chunk):
+    def _audit(self, author, chunk):
+        """Has another one evaluate a chunk too: by chance, or as its author is new or has erred."""
         left = self._probation.setdefault(author, self.probation)
-        if left and self.several and self.work.audit(chunk):
-            self._probation[author] = left - 1
+        doubted = self.several and left > 0
+        if (doubted or self._dice.random() < self.cfg.AUDIT_RATE) and self.work.audit(chunk):
+            self._probation[author] = left - doubted
             self.changed = True
 
     def take(self, worker, result, chunk):

@@ -34,10 +34,10 @@ class Step:
     alone = False
     authors = frozenset()
 
-    def __init__(self, cfg, audited=()):
+    def __init__(self, cfg):
         self.cfg = cfg
-        self.audited = set(audited)
-        self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
+        self.audited = set()
+        self.queue = deque(range(cfg.N_CHUNKS))
         self.holders = {}
         self.leases = defaultdict(dict)
         self.results = {}

@@ -40,9 +40,16 @@ def gives(step, worker, chunk, packed=GOOD):
     return "".join(sorted(author.name for author in step.result(worker, chunk, packed, 5)))
 
 
+def with_audits(chunks, cfg=CFG):
+    """A Step of which these chunks are audited."""
+    step = Step(cfg)
+    assert all(map(step.audit, chunks))
+    return step
+
+
 def disputed(times=1):
     """A Step of which A and B have given different results for chunk 0, so many times."""
-    step = Step(CFG, audited=[0])
+    step = with_audits([0])
     step.authors = {A.author, B.author}
     for _ in range(times):
         assert gives(step, A, 0) == gives(step, B, 0, BAD) == ""
@@ -52,7 +59,7 @@ def disputed(times=1):
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
-    step = Step(CFG, audited=[1])
+    step = with_audits([1])
     step.authors = {A.author, B.author, C.author}
     assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     assert not any(gives(step, A, chunk) for chunk in range(4)) and {*step.done} == {0, 2, 3}
@@ -98,7 +105,7 @@ def test_a_late_result_that_differs_opens_the_chunk_again():
 
 
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
-    step = Step(CFG, audited=[0])
+    step = with_audits([0])
     assert gives(step, A, 0) == "" and not step.done
     step.alone = True
     step.settle()
@@ -127,7 +134,7 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
 @given(integers(0, 1 << 64))
 def test_one_broken_worker_has_no_result_kept_and_no_other_accused(seed):
     """Two or three good workers and a broken one, on one step of which every chunk is audited, in any order."""
-    dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
+    dice, step = random.Random(seed), with_audits(range(CFG.N_CHUNKS))
     broken, *good = workers = [Worker(f"w{k}") for k in range(dice.randint(3, 4))]
     step.authors = {worker.author for worker in workers}
     erred, leases = set(), []
@@ -296,7 +303,7 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
 
 def test_a_withdrawn_result_is_not_in_the_sums():
     """Results come, differ, count no more and are withdrawn, in any order."""
-    rng, step, workers = random.Random(5), Step(UNITS, audited=(0, 1)), (A, B, C, D)
+    rng, step, workers = random.Random(5), with_audits((0, 1), UNITS), (A, B, C, D)
     answers = [[steps.pack_digits(bytes(rng.choices((0, 1, 255), k=UNITS.CHUNK_DIGITS))) for _ in range(2)]
                for _ in range(UNITS.N_CHUNKS)]
     step.authors, seen = frozenset(worker.author for worker in workers), set()
