@@ -827,10 +827,9 @@ class Coordinator:
         self.collector.drop(self.dispatcher.distrust(who))
 
     def _count_error(self, author, reason):
-        """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""
+        """Books an error of a worker, which is doubted already; at the third one it is banned."""
         bans, name = self.admission.bans, author.name
         bans.errors[name] = count = bans.errors.get(name, 0) + 1
-        self.dispatcher.doubt(author)
         if count < ERRORS:
             return self.events.warn(f"worker {name} has erred, {count} of {ERRORS} times: {reason}", peer=True)
         self.events.emit("banned", f"banned {name}: {reason}", worker=name, reason=reason)
