@@ -751,9 +751,8 @@ class Coordinator:
             return
         self.progress.result(result.updates)
         for author in erred:
-            if self.dispatcher.blame(author, self.dispatcher.votes_from_text(chunk)):
-                self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not "
-                                          "its own when it was evaluated again")
+            self._blame(author, f"its result for chunk {chunk} of step {step} is not that of others, or not its own "
+                        "when it was evaluated again", counts=self.dispatcher.votes_from_text(chunk))
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -795,8 +794,9 @@ class Coordinator:
         uploaded = self.shelf.digests.get(step)
         if uploaded and self.states.contradicts(step, uploaded):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if erred and self.dispatcher.blame(worker.author, again=rebuilt):
-            self._count_error(worker.author, f"its state at step {step} is not that of others, or not its own before")
+        if erred:
+            self._blame(worker.author, f"its state at step {step} is not that of others, or not its own before",
+                        again=rebuilt)
             if not worker.session.open:
                 return False
         if verdict == AGREES:
@@ -826,10 +826,17 @@ class Coordinator:
     def _distrust(self, who):
         self.collector.drop(self.dispatcher.distrust(who))
 
-    def _count_error(self, author, reason):
-        """Books an error of a worker, which is doubted already; at the third one it is banned."""
+    def _blame(self, author, reason, counts=True, again=False):
+        """Doubts an author. Of its errors in a step the first one counts, and what a process repeats after it has
+        rebuilt (again); at the third one it is banned. counts=False: it may have computed well, and its judge have
+        failed."""
+        self.dispatcher.doubt(author)
         bans, name = self.admission.bans, author.name
-        bans.errors[name] = count = bans.errors.get(name, 0) + 1
+        count, step = bans.errors.get(name, (0, None))
+        if not counts or step == self.run.step and not again:
+            return
+        count += 1
+        bans.errors[name] = count, self.run.step
         if count < ERRORS:
             return self.events.warn(f"worker {name} has erred, {count} of {ERRORS} times: {reason}", peer=True)
         self.events.emit("banned", f"banned {name}: {reason}", worker=name, reason=reason)

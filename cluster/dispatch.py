@@ -44,7 +44,6 @@ class Dispatcher:
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
         self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
-        self._error_at = Newest(AUTHORS)             # Author: the step of its last error
         self._dice = random.SystemRandom()           # nobody can know what will be audited
         self._known_chunks = {}                      # worker: chunks that it delivered in the step before
 
@@ -130,15 +129,6 @@ class Dispatcher:
         from model.rewards import is_text        # with NumPy, which a coordinator does not need to start
         return is_text(self.cfg, self.run.step, chunk)
 
-    def blame(self, author, counts=True, again=False):
-        """Doubts an author. Returns whether that is an error: the first one of a step is, and what a process repeats
-        after it has rebuilt (again). counts=False: it may have computed well, and its judge have failed."""
-        self.doubt(author)
-        if counts and (again or self._error_at.get(author) != self.run.step):
-            self._error_at[author] = self.run.step
-            return True
-        return False
-
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
         self._probation[author] = self.probation
@@ -163,7 +153,6 @@ class Dispatcher:
         self.workers.discard(worker)
         self.known -= worker.step is not None
         self.work.leave(worker)
-        self._known_chunks.pop(worker, None)
         self.changed = True
         return not any(other.process == worker.process for other in self.workers)
 

@@ -99,7 +99,6 @@ class Step:
         for chunk in list(self.leases[worker]):
             self.give_back(worker, chunk)
         del self.leases[worker]
-        self.delivered.pop(worker, None)
 
     def audit(self, chunk):
         """A second author evaluates this chunk too, if it is not done yet. Returns whether that is new."""

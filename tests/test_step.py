@@ -327,7 +327,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 0:
                 peer = Peer2(server, name="w1")
                 peer.chunk(0)
-                server.calls.put(lambda: [server._count_error(server.author(), reason) for _ in range(3)])
+                server.calls.put(lambda: [server._blame(server.author(), reason, again=True) for _ in range(3)])
                 with refused("banned: it said that 2 [+] 2 = 5"):
                     peer.answer()
             if turn < 2:
@@ -371,11 +371,26 @@ def test_a_list_of_bans_that_cannot_be_read_is_a_warning_and_ends_no_run(tmp_pat
         file.rmdir() if file.is_dir() else file.unlink()
 
 
+def test_of_the_errors_of_a_name_in_a_step_one_counts(tmp_path):
+    """Whichever process makes them, unless it repeats one after it has rebuilt."""
+    with Server(tmp_path, save=True) as server:
+        one, other = (Author("w1", voter) for voter in "ab")
+
+        def erred(author, **how):
+            server.calls.put(lambda: server._blame(author, "it lied", **how))
+            server.status()
+            return server.said.count("worker w1 has erred")
+
+        assert (erred(one), erred(other), erred(one, again=True, counts=False)) == (1, 1, 1)
+        assert erred(other, again=True) == 2
+        assert "worker w1 has erred, 2 of 3 times: it lied" in server.said
+
+
 def test_a_wrong_peer_of_version_1_does_not_ban_all_of_them(tmp_path):
     with Server(tmp_path, save=True) as server:
         wrong = Peer(server)
         wrong.chunk(0)
-        server.calls.put(lambda: [server._count_error(server.author(), "it lied") for _ in range(3)])
+        server.calls.put(lambda: [server._blame(server.author(), "it lied", again=True) for _ in range(3)])
         assert wrong.closed()
         assert Peer(server).chunk(0) == 0
     assert not os.path.exists(tmp_path / BANNED_FILE)
