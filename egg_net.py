@@ -24,8 +24,7 @@ and cluster.wire lists their fields (docs/PROTOCOL.md explains them):
                   Coordinator._complete_step        when all chunks are:
                   cluster.step.Step.fitness             the digits of all pairs, or sums
                   cluster.history.Run.append            go to the disk
-                  Coordinator._answer               serves whoever asks next:
-                  Coordinator._catch_up                 a JOB_RESPONSE with these digits
+                  Coordinator._answer               serves whoever asks next: a JOB_RESPONSE with these digits
     worker        Link.any_of                       takes it
                   Worker._apply                     checks it and hands it to engine.update
 
@@ -98,8 +97,6 @@ class Worker:
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
             answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE
-        if link.snapshot > engine.step:
-            self._fetch_snapshot(link, link.snapshot)
         while True:
             digest = b""
             if link.version == V2:
@@ -115,7 +112,7 @@ class Worker:
                 continue
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
-                self.console.line(f"worker: at step {engine.step}, told to rebuild from the state of step {start}")
+                self.console.line(f"worker: at step {engine.step}, told to begin with the state of step {start}")
                 if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
@@ -482,8 +479,7 @@ class RemoteWorker(Role):
         self.author, self.process = author, Process(*author, card.id)
         self.card = card
         self.joins = session.version == V2           # nothing was handed out yet: it may begin with a snapshot
-        shelf = coordinator.shelf
-        self.offered = {shelf.sha256.get(shelf.newest)}      # SHA-256 of the snapshots that it was told of
+        self.offered = set()                         # SHA-256 of the snapshots that it was told of
         self.owed = {}                               # {(step, chunk): when} it was handed out, until its result comes
         self.link = coordinator.progress.links       # bytes/s, and shares of the time
         coordinator.dispatcher.workers.add(self)
@@ -593,7 +589,6 @@ class Coordinator:
         self.cfg, self.run, self.peers = cfg, run, peers
         self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
-        self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self._undecided = set()                      # steps at which workers wait for a majority of their states
         self.hub, self.progress, self.states = Hub(), Progress(cfg, run, events), States()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
@@ -716,44 +711,31 @@ class Coordinator:
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
-            session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
-        elif worker.joins and max(self.shelf.doubtful, default=0) > max(step, self.shelf.newest):
-            self.dispatcher.hold(worker)             # until it is known whether it can be offered
-        elif worker.needs_snapshot():
-            worker.begin_with_snapshot()
-        elif worker.digest and not self._agrees(worker):
+            return session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
+        if worker.joins and max(self.shelf.doubtful, default=0) > max(step, self.shelf.newest):
+            return self.dispatcher.hold(worker)      # until it is known whether it can be offered
+        if worker.needs_snapshot():
+            return worker.begin_with_snapshot()
+        if worker.digest and not self._agrees(worker):
             return
-        elif step < run.step:
+        self.collector.ask(worker)                   # for the state of this step, before it has anything else to do
+        if step < run.step:
             worker.joins = False
-            self.collector.ask(worker)               # faster ones may have left it no chunk of that step
-            session.send(self._catch_up(step, worker.version))
+            packed = run.body(step) if worker.version == V2 else run.fitness(step)
+            session.reply(wire.JOB_RESPONSE, run.seed, step + 1, 0, len(packed), packed)
         elif self.island.handover:
-            self.collector.ask(worker)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             worker.joins = False
             self.progress.chunk_handed_out()
-            self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
         elif self.closing and self._measuring is None and worker.version == V2:
             self._measuring = worker
-            self.collector.ask(worker)
             session.reply(wire.MEASURE)
         else:
             if worker is self._measuring:
                 self._measuring = False
-            if self.closing:
-                self.collector.ask(worker)
             self.dispatcher.hold(worker)
-
-    def _catch_up(self, step, version):
-        """The frame with the fitness of a step, which all workers want at once when the step ends."""
-        key = self.run.step, self.run.start.epoch, step, version
-        if key not in self._answers:
-            packed = self.run.body(step) if version == V2 else self.run.fitness(step)
-            self._answers = {key: wire.frame(wire.JOB_RESPONSE, self.run.seed, step + 1, 0, len(packed), packed,
-                                             version=version)}
-        return self._answers[key]
 
     def take_result(self, worker, result, chunk):
         """result: the fields of RESULT."""
@@ -769,9 +751,8 @@ class Coordinator:
             return
         self.progress.result(result.updates)
         for author in erred:
-            if self.dispatcher.blame(author, self.dispatcher.votes_from_text(chunk)):
-                self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not "
-                                          "its own when it was evaluated again")
+            self._blame(author, f"its result for chunk {chunk} of step {step} is not that of others, or not its own "
+                        "when it was evaluated again", counts=self.dispatcher.votes_from_text(chunk))
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -813,8 +794,9 @@ class Coordinator:
         uploaded = self.shelf.digests.get(step)
         if uploaded and self.states.contradicts(step, uploaded):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if erred and self.dispatcher.blame(worker.author, again=rebuilt):
-            self._count_error(worker.author, f"its state at step {step} is not that of others, or not its own before")
+        if erred:
+            self._blame(worker.author, f"its state at step {step} is not that of others, or not its own before",
+                        again=rebuilt)
             if not worker.session.open:
                 return False
         if verdict == AGREES:
@@ -844,11 +826,17 @@ class Coordinator:
     def _distrust(self, who):
         self.collector.drop(self.dispatcher.distrust(who))
 
-    def _count_error(self, author, reason):
-        """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""
-        bans, name = self.admission.bans, author.name
-        bans.errors[name] = count = bans.errors.get(name, 0) + 1
+    def _blame(self, author, reason, counts=True, again=False):
+        """Doubts an author. Of its errors in a step the first one counts, and what a process repeats after it has
+        rebuilt (again); at the third one it is banned. counts=False: it may have computed well, and its judge have
+        failed."""
         self.dispatcher.doubt(author)
+        bans, name = self.admission.bans, author.name
+        count, step = bans.errors.get(name, (0, None))
+        if not counts or step == self.run.step and not again:
+            return
+        count += 1
+        bans.errors[name] = count, self.run.step
         if count < ERRORS:
             return self.events.warn(f"worker {name} has erred, {count} of {ERRORS} times: {reason}", peer=True)
         self.events.emit("banned", f"banned {name}: {reason}", worker=name, reason=reason)

@@ -66,7 +66,7 @@ class Session(hub.Connection):
         self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def reply(self, opcode, *fields):
-        self.send(wire.frame(opcode, *fields, version=self.version))
+        self.send(*wire.pieces(opcode, *fields, version=self.version))
 
     def refuse(self, why, code=BAD_FRAME):
         """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
@@ -99,8 +99,8 @@ class Session(hub.Connection):
 
 class Bans:
     """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever somebody
-    arrives. A ban that cannot be written lasts as long as this object. errors: {name: wrong results and states}; warn:
-    takes a line, once, where the file cannot be read."""
+    arrives. A ban that cannot be written lasts as long as this object. errors: {name: (wrong results and states, step
+    of the last one)}; warn: takes a line, once, where the file cannot be read."""
 
     def __init__(self, directory=None, warn=hub.nothing):
         self.path = directory and os.path.join(directory, BANNED_FILE)

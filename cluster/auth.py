@@ -141,8 +141,8 @@ def _fields(kind, received):
 
 
 def caller(access, card):
-    """The side of a caller; returns the fields of WELCOME. A host with a secret proves itself before we do. card: a
-    dict for JSON, see Card. Raises FrameError where the host wants a secret or does not know it, and for a frame out of
+    """The side of a caller, which ends when it is let in. A host with a secret proves itself before we do. card: a dict
+    for JSON, see Card. Raises FrameError where the host wants a secret or does not know it, and for a frame out of
     order."""
     secret, name = access.secret, access.name
     text = json.dumps({**card, "name": name} if name else card).encode()
@@ -161,7 +161,6 @@ def caller(access, card):
     welcome = _fields(WELCOME, (yield JOIN, _proof(secret, b"worker", randoms, text), text))
     if not compare_digest(welcome.proof, _proof(secret, b"coordinator", randoms, text)):
         raise FrameError(IMPOSTOR)
-    return welcome
 
 
 def host(secret):

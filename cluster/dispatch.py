@@ -1,9 +1,8 @@
 """The workers of a coordinator: which chunk each is handed, who waits, how long a lease lasts, who checks whom."""
 
 import math
-import os
+import random
 import time
-from array import array
 
 from cluster.hub import Newest
 from cluster.step import Step
@@ -45,7 +44,7 @@ class Dispatcher:
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
         self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
-        self._error_at = Newest(AUTHORS)             # Author: the step of its last error
+        self._dice = random.SystemRandom()           # nobody can know what will be audited
         self._known_chunks = {}                      # worker: chunks that it delivered in the step before
 
     @property
@@ -53,11 +52,9 @@ class Dispatcher:
         return bool(self.changed and self.waiting)
 
     def begin_step(self):
-        draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
-        audited = {chunk for chunk, draw in enumerate(draws) if draw < self.cfg.AUDIT_RATE * (1 << 32)}
         if self.work:
             self._known_chunks = self.work.delivered
-        self.work = Step(self.cfg, audited)
+        self.work = Step(self.cfg)
         self.work.alone = self.alone
         self.work.authors = self.authors
         self._late = []                              # chunks that an idle worker may copy
@@ -90,13 +87,15 @@ class Dispatcher:
             worker.owed[self.run.step, chunk] = now
             if len(worker.owed) > CHUNKS_OWED:
                 del worker.owed[next(iter(worker.owed))]
-            self._check_newcomer(worker.author, chunk)
+            self._audit(worker.author, chunk)
         return chunk
 
-    def _check_newcomer(self, author, chunk):
+    def _audit(self, author, chunk):
+        """Has another one evaluate a chunk too: by chance, or as its author is new or has erred."""
         left = self._probation.setdefault(author, self.probation)
-        if left and self.several and self.work.audit(chunk):
-            self._probation[author] = left - 1
+        doubted = self.several and left > 0
+        if (doubted or self._dice.random() < self.cfg.AUDIT_RATE) and self.work.audit(chunk):
+            self._probation[author] = left - doubted
             self.changed = True
 
     def take(self, worker, result, chunk):
@@ -130,15 +129,6 @@ class Dispatcher:
         from model.rewards import is_text        # with NumPy, which a coordinator does not need to start
         return is_text(self.cfg, self.run.step, chunk)
 
-    def blame(self, author, counts=True, again=False):
-        """Doubts an author. Returns whether that is an error: the first one of a step is, and what a process repeats
-        after it has rebuilt (again). counts=False: it may have computed well, and its judge have failed."""
-        self.doubt(author)
-        if counts and (again or self._error_at.get(author) != self.run.step):
-            self._error_at[author] = self.run.step
-            return True
-        return False
-
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
         self._probation[author] = self.probation
@@ -163,7 +153,6 @@ class Dispatcher:
         self.workers.discard(worker)
         self.known -= worker.step is not None
         self.work.leave(worker)
-        self._known_chunks.pop(worker, None)
         self.changed = True
         return not any(other.process == worker.process for other in self.workers)
 
@@ -182,7 +171,7 @@ class Dispatcher:
         self._count_authors(now)
         paces = sorted(worker.pace for worker in self.workers if worker.pace)
         self.usual = paces[(len(paces) - 1) // 2] if paces else None
-        if self.waiting and self.usual and not self.work.queue:
+        if self.waiting and self.usual:
             self._late = self.work.late(now, self.usual)
             self.changed |= bool(self._late)
 

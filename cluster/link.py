@@ -44,10 +44,9 @@ def check_address(host, port):
 
 class Link:
     """Every method raises OSError when the coordinator is gone, NetError when it is none of this program or refuses
-    this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
-    auth.Card; snapshot: step of the coordinator's newest one, or 0."""
+    this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see auth.Card.
+    """
 
-    snapshot = 0
     idle = receiving = 0.0     # seconds with nothing to do, and those with a frame on its way
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
@@ -88,8 +87,8 @@ class Link:
                 self.say(*answer)
                 came = self.any_of(auth.FROM_HOST, CONNECT_TIMEOUT)
                 answer = caller.send((came.opcode, came.payload))
-        except StopIteration as end:
-            welcome = end.value
+        except StopIteration:
+            return
         except ConnectionError:
             if answer[0] != wire.HELLO:
                 raise
@@ -98,7 +97,6 @@ class Link:
                                  f"coordinator of protocol 2{hint}") from None
         except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
-        self.snapshot = self._checked_step(welcome.snapshot)
 
     def send(self, data):
         with self._lock:

@@ -8,7 +8,7 @@ A state is right when it has more votes than any other. A worker that is outvote
 in a tie."""
 
 from collections import Counter, defaultdict, deque, namedtuple
-from itertools import islice
+from itertools import chain, islice
 
 from cluster.hub import Newest
 from model import steps
@@ -34,10 +34,10 @@ class Step:
     alone = False
     authors = frozenset()
 
-    def __init__(self, cfg, audited=()):
+    def __init__(self, cfg):
         self.cfg = cfg
-        self.audited = set(audited)
-        self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
+        self.audited = set()
+        self.queue = deque(range(cfg.N_CHUNKS))
         self.holders = {}
         self.leases = defaultdict(dict)
         self.results = {}
@@ -65,23 +65,17 @@ class Step:
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
         step before. One of these comes first if it is among the next few: a worker that is handed the same chunks in
         every step begins with them before they are handed out."""
-        for chunk in islice(self.queue, LOOK_AHEAD if known else 0):
-            if chunk in known and chunk not in self.done and not self._excluded(chunk, worker):
+        ahead = [chunk for chunk in islice(self.queue, LOOK_AHEAD) if chunk in known]
+        for chunk in chain(ahead, self.queue):
+            if chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
                 return self._hand_out(chunk, worker, now)
-        skipped, taken = [], None
-        while self.queue and taken is None:
-            chunk = self.queue.popleft()
-            if chunk not in self.done:
-                if self._excluded(chunk, worker):
-                    skipped.append(chunk)
-                else:
-                    taken = chunk
-        self.queue.extendleft(reversed(skipped))
-        return None if taken is None else self._hand_out(taken, worker, now)
 
     def late(self, now, usual):
-        """[chunk]: those that take longer than usual (seconds), the oldest first."""
+        """[chunk]: those that take longer than usual (seconds), the oldest first; none while others wait in the queue.
+        """
+        if any(chunk not in self.done for chunk in self.queue):
+            return []
         return sorted((chunk for chunk, since in self.holders.items()
                        if now - max(since.values()) > COPY_AFTER * usual * len(since)),
                       key=lambda chunk: min(self.holders[chunk].values()))
@@ -105,7 +99,6 @@ class Step:
         for chunk in list(self.leases[worker]):
             self.give_back(worker, chunk)
         del self.leases[worker]
-        self.delivered.pop(worker, None)
 
     def audit(self, chunk):
         """A second author evaluates this chunk too, if it is not done yet. Returns whether that is new."""
@@ -157,15 +150,12 @@ class Step:
         outcomes = self.results[chunk]
         if self.alone:                                       # it is believed, also against one that has gone
             outcomes = {author: outcome for author, outcome in outcomes.items() if author in self.authors} or outcomes
-        if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
-            self._count(chunk, *outcomes.values())
-            return set()
+        enough = 1 if len(outcomes) == 1 and (self.alone or chunk not in self.audited) else 2
         (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0), (None, 0)][:2]
-        if most > max(second, 1):
-            self._count(chunk, best)
-            return {author for author, outcome in outcomes.items() if outcome != best}
-        self._count(chunk)
-        return set()
+        if most < enough or most == second:
+            best = None
+        self._count(chunk, best)
+        return {author for author, outcome in outcomes.items() if best and outcome != best}
 
     def _count(self, chunk, outcome=None):
         """Counts an Outcome in place of the one that counted before; None: none does any more. Digits are added as they

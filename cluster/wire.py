@@ -130,10 +130,15 @@ def read_json(data):
     return decoded
 
 
-def frame(opcode, *fields, version=V1):
-    """bytes of a Frame with these fields; what follows them comes last."""
-    parts = opcode.parts(*fields)
-    return b"".join([HEADER.pack(MAGIC, version, opcode, sum(map(len, parts))), *parts])
+def pieces(opcode, *fields, version=V1):
+    """[bytes] that make a Frame with these fields; what follows them comes last, and is not copied."""
+    head, *rest = opcode.parts(*fields)
+    return [HEADER.pack(MAGIC, version, opcode, len(head) + sum(map(len, rest))) + head, *rest]
+
+
+def frame(*fields, **version):
+    """bytes of a Frame; see `pieces`."""
+    return b"".join(pieces(*fields, **version))
 
 
 def limits(cfg):

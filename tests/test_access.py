@@ -233,7 +233,7 @@ def test_a_key_lets_in_one_name_and_bans_stay_with_it(tmp_path, capsys, monkeypa
         author, = {worker.author for worker in server.dispatcher.workers}
         assert author.voter == "gpu7"                                                 # one machine, one vote
         turned_away("does not know the secret", server, access=Access(secret, name="gpu8"))
-        server.calls.put(lambda: [server._count_error(author, "it lied") for _ in range(3)])
+        server.calls.put(lambda: [server._blame(author, "it lied", again=True) for _ in range(3)])
         server.says("banned gpu7")
         turned_away("banned: it lied; to let gpu7 in again", server, access=ours, name="yet another")
 

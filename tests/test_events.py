@@ -232,7 +232,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         stranger = server.connect()
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
-        [server._count_error(Author("liar", "liar"), "it lied") for _ in range(3)]
+        [server._blame(Author("liar", "liar"), "it lied", again=True) for _ in range(3)]
     told = events(tmp_path / "b")
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0].items() >= {"worker": "liar", "reason": "it lied"}.items()

@@ -40,9 +40,16 @@ def gives(step, worker, chunk, packed=GOOD):
     return "".join(sorted(author.name for author in step.result(worker, chunk, packed, 5)))
 
 
+def with_audits(chunks, cfg=CFG):
+    """A Step of which these chunks are audited."""
+    step = Step(cfg)
+    assert all(map(step.audit, chunks))
+    return step
+
+
 def disputed(times=1):
     """A Step of which A and B have given different results for chunk 0, so many times."""
-    step = Step(CFG, audited=[0])
+    step = with_audits([0])
     step.authors = {A.author, B.author}
     for _ in range(times):
         assert gives(step, A, 0) == gives(step, B, 0, BAD) == ""
@@ -52,7 +59,7 @@ def disputed(times=1):
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
-    step = Step(CFG, audited=[1])
+    step = with_audits([1])
     step.authors = {A.author, B.author, C.author}
     assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     assert not any(gives(step, A, chunk) for chunk in range(4)) and {*step.done} == {0, 2, 3}
@@ -98,7 +105,7 @@ def test_a_late_result_that_differs_opens_the_chunk_again():
 
 
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
-    step = Step(CFG, audited=[0])
+    step = with_audits([0])
     assert gives(step, A, 0) == "" and not step.done
     step.alone = True
     step.settle()
@@ -127,7 +134,7 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
 @given(integers(0, 1 << 64))
 def test_one_broken_worker_has_no_result_kept_and_no_other_accused(seed):
     """Two or three good workers and a broken one, on one step of which every chunk is audited, in any order."""
-    dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
+    dice, step = random.Random(seed), with_audits(range(CFG.N_CHUNKS))
     broken, *good = workers = [Worker(f"w{k}") for k in range(dice.randint(3, 4))]
     step.authors = {worker.author for worker in workers}
     erred, leases = set(), []
@@ -296,7 +303,7 @@ def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, b
 
 def test_a_withdrawn_result_is_not_in_the_sums():
     """Results come, differ, count no more and are withdrawn, in any order."""
-    rng, step, workers = random.Random(5), Step(UNITS, audited=(0, 1)), (A, B, C, D)
+    rng, step, workers = random.Random(5), with_audits((0, 1), UNITS), (A, B, C, D)
     answers = [[steps.pack_digits(bytes(rng.choices((0, 1, 255), k=UNITS.CHUNK_DIGITS))) for _ in range(2)]
                for _ in range(UNITS.N_CHUNKS)]
     step.authors, seen = frozenset(worker.author for worker in workers), set()
@@ -320,7 +327,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 0:
                 peer = Peer2(server, name="w1")
                 peer.chunk(0)
-                server.calls.put(lambda: [server._count_error(server.author(), reason) for _ in range(3)])
+                server.calls.put(lambda: [server._blame(server.author(), reason, again=True) for _ in range(3)])
                 with refused("banned: it said that 2 [+] 2 = 5"):
                     peer.answer()
             if turn < 2:
@@ -364,11 +371,26 @@ def test_a_list_of_bans_that_cannot_be_read_is_a_warning_and_ends_no_run(tmp_pat
         file.rmdir() if file.is_dir() else file.unlink()
 
 
+def test_of_the_errors_of_a_name_in_a_step_one_counts(tmp_path):
+    """Whichever process makes them, unless it repeats one after it has rebuilt."""
+    with Server(tmp_path, save=True) as server:
+        one, other = (Author("w1", voter) for voter in "ab")
+
+        def erred(author, **how):
+            server.calls.put(lambda: server._blame(author, "it lied", **how))
+            server.status()
+            return server.said.count("worker w1 has erred")
+
+        assert (erred(one), erred(other), erred(one, again=True, counts=False)) == (1, 1, 1)
+        assert erred(other, again=True) == 2
+        assert "worker w1 has erred, 2 of 3 times: it lied" in server.said
+
+
 def test_a_wrong_peer_of_version_1_does_not_ban_all_of_them(tmp_path):
     with Server(tmp_path, save=True) as server:
         wrong = Peer(server)
         wrong.chunk(0)
-        server.calls.put(lambda: [server._count_error(server.author(), "it lied") for _ in range(3)])
+        server.calls.put(lambda: [server._blame(server.author(), "it lied", again=True) for _ in range(3)])
         assert wrong.closed()
         assert Peer(server).chunk(0) == 0
     assert not os.path.exists(tmp_path / BANNED_FILE)
