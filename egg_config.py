@@ -677,8 +677,12 @@ def validate(cfg, saved, given):
     need(cfg.LR_SCHEDULE and cfg.LR_SCHEDULE[0][0] == 0, "LR_SCHEDULE", "must start at step 0, steps rising")
 
 
+def digits_a_byte(values):
+    """int: how many digits of so many values fit a byte."""
+    return int(math.log(256, values))
+
+
 def _derive(cfg):
-    from model import steps                          # OwnFolders finds it
     cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
@@ -694,13 +698,13 @@ def _derive(cfg):
                else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
                + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.DIGIT_VALUES = 3 if cfg.PERTURB == "weights" else 2 * cfg.VOTE_LEVELS + 1
-    each = steps.packing(cfg.DIGIT_VALUES).digits
+    each = digits_a_byte(cfg.DIGIT_VALUES)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // each) * each
-    cfg.CHUNK_BYTES = steps.packed_size(cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES)
+    cfg.CHUNK_BYTES = -(-cfg.CHUNK_DIGITS // each)
     cfg.SUMMED = cfg.PERTURB == "units" and cfg.N_CHUNKS > 2    # two chunks: sums would save little, and take time
     cfg.WIDE_SUMS = cfg.N_CHUNKS * cfg.VOTE_LEVELS > 127        # int16
     copies = (1 + cfg.WIDE_SUMS) * each if cfg.SUMMED else cfg.N_CHUNKS
-    cfg.STEP_BYTES = steps.packed_size(cfg.N_PAIRS) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_BYTES * copies
+    cfg.STEP_BYTES = -(-cfg.N_PAIRS // each) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_BYTES * copies
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

@@ -95,8 +95,8 @@ class Pairs(Forward):
     def _tables(self):
         """The constant tables on the device."""
         cfg = self.cfg
-        arrays = dict(plan=self._kernels.plan.table(), gelu=integer_tables.gelu_table(), exps=integer_tables.exp_table(cfg),
-                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
+        arrays = dict(plan=self._kernels.plan.table(), gelu=integer_tables.gelu_table(),
+                      exps=integer_tables.exp_table(cfg), rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
         return SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
     def reserve(self, pairs):
@@ -106,7 +106,8 @@ class Pairs(Forward):
         """Draws the noise of pairs into an array. Returns a function of a call of the plan: the first arguments of its
         kernel."""
         each, table = self._kernels.plan.words, self._tables.plan
-        self._kernels.draw((pairs, len(table)), noise.THREADS, stream, table, weights, overlay, job, offset, each, array)
+        grid = pairs, len(table)
+        self._kernels.draw(grid, noise.THREADS, stream, table, weights, overlay, job, offset, each, array)
         return lambda call: (array[call:], each)
 
 

@@ -83,8 +83,8 @@ class Plan:
 
 
 def draw_kernel(cfg):
-    """drawn int32 [pairs, each] = the parts of Plan.table, of pairs job[1] + offset on. Launch [pairs, rows of the table],
-    256 threads."""
+    """drawn int32 [pairs, each] = the parts of Plan.table, of pairs job[1] + offset on. Launch [pairs, rows of
+    the table], 256 threads."""
     MODE, SHIFT = cfg.ADAPTIVE_NOISE_MODE, cfg.SIGMA_SHIFT_VECTOR
     WIDTH = 2 if MODE == 2 else 1
     nz = build_noise(cfg)

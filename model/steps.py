@@ -4,6 +4,8 @@
 import functools
 from typing import NamedTuple
 
+import egg_config
+
 INITIAL_SEED = 42
 COOLINGS, HOT = 20, 0.3      # levels of the rate before a planned end, and the share of the run before the first
 
@@ -19,7 +21,7 @@ class Packing(NamedTuple):
 @functools.cache
 def packing(values=3):
     """The Packing of digits of so many values; 3: those of SPEC 8, five in a byte."""
-    digits = next(n for n in range(8, 0, -1) if values ** n <= 256)
+    digits = egg_config.digits_a_byte(values)
     signed = [d if d <= values // 2 else d - values + 256 for d in range(values)]
     places = tuple(bytes(signed[byte // values ** k % values] if byte < values ** digits else 0 for byte in range(256))
                    for k in range(digits))
@@ -82,8 +84,8 @@ def unpack_digits(packed, count, values=3):
 
 
 def sums_of(cfg, data=b""):
-    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of digits over chunks, digit n i + k at [k, i], n of them in a byte,
-    from the bytes of a step of unit trials; zeros without any."""
+    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of digits over chunks, digit n i + k at [k, i], n of them in a
+    byte, from the bytes of a step of unit trials; zeros without any."""
     import numpy as np
     kind, shape = np.dtype("<i2" if cfg.WIDE_SUMS else "i1"), (packing(cfg.DIGIT_VALUES).digits, cfg.CHUNK_BYTES)
     if data and cfg.SUMMED:
