@@ -16,9 +16,8 @@ from numba.cuda.np.numpy_support import from_dtype
 
 from model import parameters, rules, steps
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack_bytes
 from kernels.rules import TARGET, build_noise, device
-from kernels.ptx import byte_permute
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 
 # values of n that a block adds up; the operands of a split lie together and nearly fit the L2 cache
@@ -79,27 +78,6 @@ def work(cfg):
 
 
 @device
-def negated(word, flags):
-    """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
-    t = uint32(word ^ ((flags << 8) - flags))
-    return uint32((t & 0x7F7F7F7F) + flags ^ t & 0x80808080)
-
-
-@device
-def shifted_word(words, at):
-    """The four bytes from byte `at` on of an int32 array, as a word."""
-    first = at >> 2
-    return uint32(byte_permute(words[first], words[first + 1], 0x3210 + 0x1111 * (at & 3)))
-
-
-@device
-def ones(fit):
-    """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
-    nonzero = fit & 0x01010101
-    return uint32(fit >> 1 & 0x01010101), uint32((nonzero << 8) - nonzero)
-
-
-@device
 def place(rows, row, n):
     """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4)
     on."""
@@ -124,10 +102,10 @@ def noise_kernels(cfg):
         n = noise(seed, i)
         return int32(n > 0) - int32(n < 0) if signs else n
 
-    def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
+    def operands(rows: A2, seed: AU32, fit: A8, start: int32, width: int32, out: A32):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
-        16][8][16 bytes]. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE),
-        eight rows and PIECE values of n each."""
+        16][8][16 bytes]. fit int8: FIT_PAD zeros, [pairs], zeros. Grid: (rows / 8) * (width / PIECE), eight rows and
+        PIECE values of n each."""
         pieces = width // PIECE
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -138,14 +116,14 @@ def noise_kernels(cfg):
         low, high = rows[row, LOW], rows[row, HIGH]
         shift = rows[row, SHIFT]
         x = uint32(seed[0] + rows[row, DELTA] + rows[row, INDEX] * 0x9E3779B9)
+        draws = int32s(4)
         for _ in range(PIECE // 64):
             if uint32(n - low) < uint32(high - low):
-                here = uint32(x + n)
-                draws = pack4(draw(here, 0), draw(here + 1, 0), draw(here + 2, 0), draw(here + 3, 0))
-                if shift >= 0:
-                    minus, nonzero = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
-                    draws = negated(draws & nonzero, minus)
-                out[to] = draws
+                for e in range(4):
+                    draws[e] = draw(uint32(x + n + e), 0)
+                    if shift >= 0:
+                        draws[e] = int32(draws[e] * fit[n + e - shift + FIT_PAD])
+                out[to] = pack_bytes(draws, 0)
             n = int32(n + 64)
             to += 128
 
@@ -330,7 +308,7 @@ class Update:
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
         self.packed = cuda.device_array(cfg.STEP_BYTES, np.uint8)
-        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + cfg.N_PAIRS, np.int8))
         self.optimizers = cuda.device_array(len(w.tensors), OPTIMIZER)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.muon = muon.Directions(cfg, kernels)
@@ -350,7 +328,7 @@ class Update:
         """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8
         [n], moments float32 [n, 3], overlay int8."""
         tables, out = self.tables, []
-        fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
+        rows = np.int32(len(tables.rows))
         digits = self.fit[FIT_PAD:][:self.pairs] if self.starts else self.votes
 
         def add(name, grid, *args, shared=0):
@@ -358,7 +336,7 @@ class Update:
 
         add("unpack", blocks(digits.size, self.each * THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
-            add("operands", len(tables.rows) // 8 * (self.width // PIECE), tables.rows, seed, fit, start,
+            add("operands", len(tables.rows) // 8 * (self.width // PIECE), tables.rows, seed, self.fit, start,
                 np.int32(self.width), self.operands)
             add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start,
                 self.votes, shared=SHARED)
