@@ -120,21 +120,6 @@ def test_tensors_cover_the_flat_arrays_once():
         assert (weights == 1).all() and (overlay == 1).all()
 
 
-def test_windows_begin_where_the_rule_says():
-    cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
-    for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
-        starts = rules.window_starts(cfg, tokens.size, step, first, 4)
-        assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
-        equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
-
-
-def test_canonical_order_is_four_rows_side_by_side():
-    m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
-    flat = parameters.to_canonical(m)
-    assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
-    equal(parameters.from_canonical(flat, 3), m)
-
-
 def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from pytest import approx, fixture, mark
@@ -64,14 +63,6 @@ def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     assert [(e["worker"], e["step"], e["text"]) for e in told] == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
 
 
-def test_what_is_a_sample():
-    for text, parts in {"  sample at step 5: >>> a: >>> b": ("  sample at step 5: ", "5", ">>> a:", "b"),
-                        "sample at step 5:  >>> b": ("sample at step 5: ", "5", "", "b"),
-                        "a sample at step 5: x >>> b": None, f"sample at step {'1' * 19}: x >>> b": None,
-                        "    >>> b": None, "sample at step 5: x": None}.items():
-        assert (match := event_log.SAMPLE.fullmatch(text)) == parts or match.groups() == parts
-
-
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
     with told_to(saved=tmp_path) as told:
@@ -80,21 +71,6 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     for name in history.EVENTS, f"{history.EVENTS}.1":
         assert (tmp_path / name).stat().st_size < 10000
     assert events(tmp_path)[-1]["step"] == 199
-
-
-def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
-    """Until then its file stays open: its number must not be that of another file, or of a peer."""
-    monkeypatch.setattr(event_log, "LOG_BYTES", 10)
-    told, path = [], tmp_path / "log"
-    with contextlib.closing(event_log.JsonLog(str(path), "", told.append)) as log:
-        log.emit("long enough", None)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
-            log.emit("lost", None)
-        assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
-        log.emit("new", None)
-    assert (path.read_text(), (tmp_path / "log.1").read_text()) == ('"new"\n', '"long enough"\n')
-    assert told == [f"{path}: Too many open files: events are missing in it from now on"]
 
 
 def test_a_disk_that_is_nearly_full_stops_logs_until_there_is_room(tmp_path, monkeypatch):
@@ -132,25 +108,33 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         assert [step for step, *_ in server.progress.validations] == [0, 2]
 
 
+def progress_of_nobody():
+    """(Progress, [line that it warns of]) without a coordinator."""
+    run, told = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b""), []
+    return Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append)), told
+
+
+def validates(progress, step, figure):
+    progress.run.step = step
+    progress.validated(step, figure, "bits/byte")
+
+
 def test_a_run_that_learns_its_text_by_heart_says_so_once():
-    told, run = [], SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
-    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
-    for run.step in range(0, 1200, 100):
-        progress.loss = 5 - run.step / 1000
-        progress.validated(run.step, 2.2 + abs(run.step - 200) / 3000, "bits/byte")
+    progress, told = progress_of_nobody()
+    for step in range(0, 1200, 100):
+        progress.loss = 5 - step / 1000
+        validates(progress, step, 2.2 + abs(step - 200) / 3000)
     assert len(told) == 1 and told[0].startswith("step 700: the model learns the text by heart")
     assert "best at step 200, 2.200 bits/byte" in told[0]
-    run.step += 100
-    progress.validated(run.step, 4.0, "bits/byte")                   # a jump is something else
+    validates(progress, 1200, 4.0)                                   # a jump is something else
     assert len(told) == 2 and "a worker may compute wrongly" in told[1]
 
 
 def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
-    told, run = [], SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
-    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append))
+    progress, told = progress_of_nobody()
     progress.unigram = 2.5
-    for run.step, figure in (0, 5.0), (200, 2.6), (400, 2.55), (600, 2.52), (800, 2.4):
-        progress.validated(run.step, figure, "bits/byte")
+    for step, figure in (0, 5.0), (200, 2.6), (400, 2.55), (600, 2.52), (800, 2.4):
+        validates(progress, step, figure)
     assert len(told) == 1 and told[0].startswith("step 400: the model is no better than a table of single tokens, "
                                                  "2.550 to 2.500 bits/byte: begin again with")
 
@@ -160,12 +144,11 @@ def test_a_run_that_is_no_better_than_a_table_of_single_tokens_says_so_once():
     (dict(patience=2), 4, "by --patience 2: no validation was better than that of step 2"),
     (dict(patience=3), None, ""), (dict(target=1.9, patience=4), None, "")])
 def test_a_good_validation_or_many_without_a_better_one_end_a_run(limits, ends, why):
-    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"")
-    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=lambda _: None))
+    progress, _ = progress_of_nobody()
     vars(progress).update(limits)
-    for run.step, figure in enumerate([4.0, 3.0, 2.0, 2.05, 2.0, 1.99]):
-        progress.validated(run.step, figure, "bits/byte")
-        if ends == run.step:
+    for step, figure in enumerate([4.0, 3.0, 2.0, 2.05, 2.0, 1.99]):
+        validates(progress, step, figure)
+        if ends == step:
             assert why in progress.enough
             return
         assert not progress.enough

@@ -250,15 +250,6 @@ def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
     assert "of the held-out text stands in the text to train on, too" in told
 
 
-def test_held_out_text_that_stands_in_the_training_text_is_told(here):
-    for name, text in ("a", os.urandom(30000)), ("b", os.urandom(3000)):
-        (here / name).write_bytes(text.hex().encode())
-    (here / "both").write_bytes((here / "a").read_bytes() + (here / "b").read_bytes())
-    assert "warning" not in succeeds(run("prepare a --val b --out x --vocab-size 256"))
-    assert "warning: 100% of the held-out text stands in the text to train on, too" in \
-        succeeds(run("prepare both --val b --out y --vocab-size 256"))
-
-
 @mark.parametrize("between", [b"", b"\n"])
 def test_the_end_of_a_text_is_one_token(here, monkeypatch, between):
     """In the files of `prepare`, as in a prompt, and not taken into account by the BPE."""

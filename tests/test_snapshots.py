@@ -406,13 +406,3 @@ def test_constants_agree_by_an_edit_on_one_side(tmp_path, monkeypatch):
         server.admission.config_digest = bytes(32)
         server.work(FakeEngine(CFG))
         server.reaches(2)
-
-
-def test_who_reads_a_run_is_told_of_a_snapshot_without_a_head(tmp_path):
-    filled(tmp_path, 3)
-    (tmp_path / "snapshot-00000002.egg").write_bytes(b"")
-    told = []
-    with closing(history.read_run(CFG, tmp_path)) as run:
-        assert use._state(CFG, run, False, told.append, 3).step == 0
-    line, = told
-    assert line.endswith("snapshot-00000002.egg is damaged and not used: not a snapshot, or damaged in its first bytes")

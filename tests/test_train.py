@@ -452,9 +452,3 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
         for chosen in "--preset deggs", "--preset best", "-D N_LAYERS=2":
             assert succeeds(run(f"{command} {chosen}", preset="")) == ""
     assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
-
-
-def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
-    pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, None, pipe)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from pytest import raises
 
-import egg_config
 from cluster import history
 from coordinators import Peer, Server, cluster
 from engine import cpu_engine, simd
 from fakes import Lines, UNITS
-from model import parameters, rewards, rules, soft_targets, steps, units
+from model import parameters, rewards, rules, steps, units
 from model.reading import votes_of_windows
 from readings import equal
 from recordings import python
@@ -33,23 +32,12 @@ def test_the_cpu_engine_steps_as_the_plain_reading(seed):
     assert course(engine_of("auto", seed), 2) == course(engine_of("plain", seed), 2)
 
 
-@pytest.mark.parametrize("seed", [14, 27])
-def test_a_head_of_many_tokens_votes_as_the_plain_reading(seed):
+def test_a_head_of_many_tokens_votes_as_the_plain_reading():
     """As in the presets: its logits are made a few rows at a time."""
-    cfg = random_configuration(seed)[0].changed(VOCAB_SIZE=8192)
-    tokens = np.random.default_rng(seed).integers(0, 8192, 400).astype(np.uint32)
+    cfg = random_configuration(14)[0].changed(VOCAB_SIZE=8192)
+    tokens = np.random.default_rng(14).integers(0, 8192, 400).astype(np.uint32)
     want = PlainEngine(cfg, tokens).evaluate(0, cfg.CHUNK_SIZE)
     assert cpu_engine.CpuEngine(cfg, tokens, threads=1).evaluate(0, cfg.CHUNK_SIZE) == want
-
-
-@pytest.mark.parametrize("seed", [14, 81])
-def test_every_tensor_that_votes_has_digits_of_both_signs(seed):
-    engine = engine_of("auto", seed)
-    cfg = engine.cfg
-    digits = rules.unpacked_digits(engine.evaluate(0, cfg.CHUNK_SIZE)[0], cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES)
-    matrices, biases, embedding = units.votes(cfg)
-    for t in {embedding, *(vote.tensor for vote in matrices), *(tensor for tensor, _ in biases)}:
-        assert {*np.sign(digits[t.span])} >= {-1, 1}, t.name
 
 
 def test_the_loudest_row_but_one_in_64_sets_the_exponent():
@@ -225,13 +213,3 @@ def test_votes_of_texts_on_the_gpu(seed):
     for _ in range(2):                                       # launches, then a graph of them
         assert gpu.vote(*arguments) == cpu.vote(*arguments)
         assert gpu.evaluate(0, cfg.CHUNK_SIZE) == cpu.evaluate(0, cfg.CHUNK_SIZE)
-
-
-def test_text_is_a_window_of_full_weight():
-    cfg, data = random_configuration(1002)
-    cfg = rewards.text_reading(cfg, cfg.SEQ_LEN, 1.0)
-    n = cfg.CHUNK_SIZE
-    engine = cpu_engine.CpuEngine(cfg, data, threads=1)
-    windows = soft_targets.windows(cfg, data, None, 0, engine.seed, 0, n)
-    weights, counted = np.full(n, 7, np.int8), np.ones((n, cfg.SEQ_LEN), bool)
-    assert engine.vote(0, windows, weights, counted, 1.0) == engine.evaluate(0, cfg.CHUNK_SIZE)[0]

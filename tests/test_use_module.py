@@ -7,15 +7,14 @@ import pathlib
 from unittest import mock
 
 import numpy as np
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, raises
 
 import egg_config
 import egg_use
 from cluster.console import Printer
 from tools import use
-from commands import CFG, TEXT, process, run, succeeds
+from commands import CFG, TEXT, run, succeeds
 from fakes import Lines, differing
-from recordings import HERE
 
 VALIDATED = 62 * CFG.SEQ_LEN + 1
 
@@ -59,38 +58,22 @@ def test_the_score_is_that_of_eval_and_counts_the_rest_of_a_window(trained):
     assert math.isnan(model.score("x"))
 
 
-def test_an_empty_text_has_no_score(trained):
-    with raises(egg_config.UsageError, match="the text to score is empty"):
-        egg_use.load(trained[1]).score("")
-
-
-def test_a_script_needs_no_guard(tmp_path, compiled):
-    """Its worker processes do not import it."""
-    (tmp_path / "input.bin").write_bytes(TEXT)
-    constants = {name: egg_config.text(value) for name, value in differing(CFG).items()}
-    (tmp_path / "script.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport egg_use\nprint('script')\n"
-        f"egg_use.train(preset='deggs', steps=1, DEVICE='cpu', **{constants})\n")
-    done = process("", program="script.py", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("script") == 1, done
-
-
-@mark.parametrize("wrong", [
+WRONG = [
     dict(tokens=-1), dict(tokens=2.5), dict(tokens="x"), dict(seed=-1), dict(temp="hot"), dict(temp=-1), dict(min_p=2),
     dict(stops=[""]), dict(stops=5), dict(stops=[5]), dict(stops=""), dict(top_p=1), dict(best=True), dict(prompt=""),
-    dict(prompt=5), dict(prompt=None)], ids=str)
-def test_a_wrong_argument_is_an_error_to_catch(trained, wrong):
-    with raises(egg_config.UsageError):
-        egg_use.load("ckpt").generate(**{"prompt": "the", "tokens": 2, **wrong})
+    dict(prompt=5), dict(prompt=None)]
 
 
-def test_arguments_may_have_any_type_that_says_it(trained):
+def test_arguments_may_have_any_type_that_says_it_and_wrong_ones_are_errors_to_catch(trained):
     model = egg_use.load(pathlib.Path("ckpt"))
     texts = {model.generate(prompt, np.int64(30), temp=9, stops=stops)
              for prompt in ("the fox", b"the fox") for stops in ("e", b"e", ["e"], (b"e", "e"))}
     assert len(texts) == 1 and model.generate("\ud800", 2, min_p=None)
-    for wrong in None, 5, ["text"]:
-        with raises(egg_config.UsageError, match="is no text"):
+    for wrong in WRONG:
+        with raises(egg_config.UsageError):
+            print(wrong, model.generate(**{"prompt": "the", "tokens": 2, **wrong}))
+    for wrong, words in (None, "is no text"), (5, "is no text"), (["text"], "is no text"), ("", "to score is empty"):
+        with raises(egg_config.UsageError, match=words):
             model.score(wrong)
 
 
