@@ -2,29 +2,21 @@
 
     python -m tests.load [WORKERS [SECONDS [SECONDS OF A CHUNK]]]      noise on weights: small results
     python -m tests.load votes [WORKERS ...]          unit trials of 3.4 M weights, a chunk for each worker
-    python -m tests.load link                         ... with a worker behind 1 MB/s and 50 ms
+"""
 
-The last one makes a network namespace, for which it needs `unshare`, `ip` and `tc`. The worker sleeps the 50 ms."""
-
-import functools
 import os
 import pathlib
 import random
 import re
-import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from unittest import mock
 
 import numpy as np
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent.parent), str(pathlib.Path(__file__).parent)]
 
-from cluster import wire                                         # noqa: E402
 from coordinators import Peer2, coordinator_process              # noqa: E402
 from fakes import UNITS, changed                                 # noqa: E402
 from model import steps                                          # noqa: E402
@@ -32,16 +24,6 @@ from model import steps                                          # noqa: E402
 CFG = changed(POPULATION_SIZE=32 * 8000, SNAPSHOT_EVERY=0)
 # of a chunk, so that two cores do it with all workers on them
 VOTES = {1: 0.05, 2: 0.1, 8: 0.5, 32: 2.0, 100: 6.0}
-FAR, DELAY = "127.0.0.2", 0.05                                   # of a question and its answer, which FAR sleeps
-NAMESPACE = "unshare", "-rn", "sh", "-ec", f"""
-    ip link set lo up; class=1:1
-    tc qdisc add dev lo root handle 1: htb
-    for way in src dst; do
-        class=1:$(( ${{class#1:}} + 1 ))
-        tc class add dev lo parent 1: classid $class htb rate 8mbit burst 128k
-        tc filter add dev lo parent 1: protocol ip u32 match ip $way {FAR} flowid $class
-    done
-    exec "$@" """, "sh"
 
 
 def votes(chunks):
@@ -50,10 +32,10 @@ def votes(chunks):
                          POPULATION_SIZE=2 * chunks)
 
 
-def measure(directory, workers=1000, seconds=20, chunk_seconds=0.2, cfg=CFG, far=False):
+def measure(directory, workers=1000, seconds=20, chunk_seconds=0.2, cfg=CFG):
     """dict of what a coordinator process did: steps and results a second, answer times, memory, processor time, bytes
-    of a worker; a worker takes chunk_seconds for a chunk. far: one worker more, from FAR. An answer time is that from
-    asking for work to having a chunk."""
+    of a worker; a worker takes chunk_seconds for a chunk. An answer time is that from asking for work to having a
+    chunk."""
     # a newcomer's chunks are done twice: that is over after a while
     process, port = coordinator_process(directory, cfg=cfg, before="from cluster import dispatch\n"
                                         "dispatch.Dispatcher.probation = 0\n" * (cfg.PERTURB == "units"))
@@ -61,13 +43,8 @@ def measure(directory, workers=1000, seconds=20, chunk_seconds=0.2, cfg=CFG, far
     packed = [steps.pack_digits(rng.integers(-1, 2, cfg.CHUNK_DIGITS, np.int8)) for _ in range(min(cfg.N_CHUNKS, 100))]
     try:
         peers = [Peer2(port, cfg, name=f"w{i}") for i in range(int(workers))]
-        if far:
-            with mock.patch("socket.create_connection", functools.partial(socket.create_connection,
-                                                                          source_address=(FAR, 0))):
-                peers.append(Peer2(port, cfg, name="far"))
         before, end = cpu_seconds(process.pid), time.monotonic() + seconds
-        told = [dict(answers=[], step=0, sent=0, received=0, far=False) for _ in peers]
-        told[-1]["far"] = far
+        told = [dict(answers=[], step=0, sent=0, received=0) for _ in peers]
         threads = [threading.Thread(target=serve, args=(peer, end, chunk_seconds, packed, told[i]))
                    for i, peer in enumerate(peers)]
         [thread.start() for thread in threads]
@@ -84,15 +61,13 @@ def measure(directory, workers=1000, seconds=20, chunk_seconds=0.2, cfg=CFG, far
     return {"workers": int(workers), "results/s": round(len(answers) / seconds, 1), "median ms": median, "99% ms": slow,
             "MB": round(memory), "CPU %": round(100 * used / seconds), "steps/s": round(done / seconds, 3),
             "CPU ms a step": round(1e3 * used / max(1, done), 1),
-            "CPU ms a result": round(1e3 * used / len(answers), 2), "MB up a worker and step": up, "MB down": down,
-            **({"results from far": len(told[-1]["answers"])} if far else {})}
+            "CPU ms a result": round(1e3 * used / len(answers), 2), "MB up a worker and step": up, "MB down": down}
 
 
 def serve(peer, end, chunk_seconds, packed, told):
     """Works until the time `end`, with the digits `packed` of the chunks; told gets what came of it."""
     while time.monotonic() < end:
         began = time.perf_counter()
-        time.sleep(DELAY * told["far"])
         peer.ask(told["step"])
         try:
             answer = peer.answer(timeout=end - time.monotonic())
@@ -114,16 +89,6 @@ def cpu_seconds(pid):
         return sum(map(int, file.read().split()[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def behind_a_link(*arguments):
-    """Runs this program in a network namespace with a slow way to FAR; None, with a line, where there can be none."""
-    if missing := [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]:
-        return print(f"no network namespace: {', '.join(missing)} missing: install util-linux and iproute2")
-    tried = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True)
-    if tried.returncode:
-        return print(f"no network namespace: {tried.stderr.strip().splitlines()[-1]}: run it as root")
-    return subprocess.run([*NAMESPACE, sys.executable, __file__, *arguments], capture_output=True, text=True)
-
-
 def main(kind="", *rest):
     with tempfile.TemporaryDirectory() as place:
         def run(*arguments, **options):
@@ -132,12 +97,6 @@ def main(kind="", *rest):
         if kind == "votes":
             for workers in map(int, rest or VOTES):
                 run(workers, max(15, 10 * VOTES[workers]), VOTES[workers], votes(workers))
-        elif kind == "link":
-            if done := behind_a_link("namespace"):
-                print(done.stdout or done.stderr, end="")
-        elif kind == "namespace":                    # four workers, with and without a fifth behind the link
-            for far in False, True:
-                run(4, 60, 1.0, votes(16), far=far)
         else:
             run(*map(float, filter(None, (kind, *rest))))
 
