@@ -9,7 +9,7 @@ from engine import cpu_credits, cpu_gru, cpu_transformer
 from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
 from engine.cpu_rules import f32, fma, i32, momentum, njit, rule, step, u32
 from engine.simd import PANEL, ROWS, chain_tile, local
-from model import parameters, steps, units
+from model import parameters, units
 from model.rules import MUON_EPS, MUON_PARTS
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)

@@ -399,11 +399,6 @@ def unpacked_digits(packed, count):
     return np.frombuffer(steps.unpack_digits(packed, count), np.int8)
 
 
-def large(x, least):
-    """int8: the signs of integers of at least this size, else 0."""
-    return (x >= least).view(np.int8) - (x <= -least).view(np.int8)
-
-
 def least_vote_by_chance(cfg, alpha):
     """int: the size of vote that about a share `alpha` of the weights reaches by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""

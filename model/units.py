@@ -105,9 +105,3 @@ def alpha(cfg):
 def least_vote(cfg, t, total):
     """int: the least size of a vote on a tensor that counts; total: the sum of their sizes."""
     return int(_rules.least_vote(total, t.size, alpha(cfg)))
-
-
-def voted(cfg, t, sums):
-    """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
-    digits = rules.large(sums, least_vote(cfg, t, np.abs(sums).sum(dtype=np.int64)))
-    return parameters.to_canonical(digits) if t.matrix else digits.ravel()
