@@ -4,7 +4,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import A32, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum
+from kernels.parts import A32, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum, unrolled
 from kernels.product import ZEROS, padded_length
 
 KEYS = 64                                   # positions of keys and values that a block takes at a time
@@ -48,20 +48,20 @@ def _tile_functions(cfg, gpu, threads, SUMS):
         tops[1] = LOWEST
         dens[0] = 0
         dens[1] = 0
-        for i in range(D // 32):
+        for i in unrolled(range(D // 32)):
             for k in range(4):
                 where = at + (head * (D // 16) + 2 * i) * 32 + (k & 1) * (2 * H) + (k >> 1) * 32
                 query[i, k] = queries[uint64(where)]
-        for i in range(SUMS):
+        for i in unrolled(range(SUMS)):
             high[i], low[i] = 0, 0
 
     @gpu.device
     def scores(s, query, at, wide):
         """s[4 j ...] = products of the query with the keys at shared address `at`: of this lane for load_matrix4."""
-        for j in range(0, KEYS // 8, 2):
+        for j in unrolled(range(0, KEYS // 8, 2)):
             if j < 4 or wide:
                 c, d = ZEROS, ZEROS
-                for i in range(D // 32):
+                for i in unrolled(range(D // 32)):
                     b = ptx.load_matrix4(at + j * (8 * D) + i * 256)
                     c, d = ptx.mma_s8(query[i], b[0], b[1], c), ptx.mma_s8(query[i], b[2], b[3], d)
                 for e in range(4):
@@ -70,7 +70,7 @@ def _tile_functions(cfg, gpu, threads, SUMS):
     @gpu.device
     def largest(s, tops, first, position, wide):
         """tops: the largest scores of the two rows so far; first: this lane's first column."""
-        for j in range(KEYS // 8):
+        for j in unrolled(range(KEYS // 8)):
             if j < 4 or wide:
                 for e in range(2):
                     for half in range(2):
@@ -80,7 +80,7 @@ def _tile_functions(cfg, gpu, threads, SUMS):
     @gpu.device
     def weigh(s, tops, dens, exp, copy, first, position, wide):
         """Scores become weights, whose sums are added to dens."""
-        for j in range(KEYS // 8):
+        for j in unrolled(range(KEYS // 8)):
             if j < 4 or wide:
                 for e in range(2):
                     for half in range(2):
@@ -110,11 +110,11 @@ def _sum_functions(cfg, nz, gpu):
     @gpu.device
     def split(limbs, s, wide):
         """The byte limbs of the weights as A fragments: limbs[group of 32 * 3 + limb]."""
-        for g in range(KEYS // 32):
+        for g in unrolled(range(KEYS // 32)):
             if g == 0 or wide:
-                for n in range(LIMBS):
+                for n in unrolled(range(LIMBS)):
                     pick = n * 0x11 + 0x40
-                    for i in range(4):
+                    for i in unrolled(range(4)):
                         m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
                         low, high = ptx.byte_permute(s[m], s[m + 1], pick), ptx.byte_permute(s[m + 4], s[m + 5], pick)
                         limbs[g * 3 + n, i] = ptx.byte_permute(low, high, 0x5410)
@@ -124,7 +124,7 @@ def _sum_functions(cfg, nz, gpu):
         """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this
         lane)."""
         r, v = ZEROS, ptx.load_matrix4(at)
-        for i in range(LIMBS):
+        for i in unrolled(range(LIMBS)):
             n = LIMBS - 1 - i
             r = (int32(r[0] << 8), int32(r[1] << 8), int32(r[2] << 8), int32(r[3] << 8))
             r = ptx.mma_u8s8(limbs[n], v[0], v[1], r)
@@ -135,7 +135,7 @@ def _sum_functions(cfg, nz, gpu):
     @gpu.device
     def set_values(low, limbs, at, d, wide):
         """low: the sums of 16 channels, from 16 d on, over the only tile."""
-        for n in range(2):
+        for n in unrolled(range(2)):
             w = weighted(limbs, int32(at + (2 * d + n) * (8 * KEYS)), wide)
             for e in range(4):
                 low[4 * n + e] = w[e]
@@ -143,7 +143,7 @@ def _sum_functions(cfg, nz, gpu):
     @gpu.device
     def add_values(high, low, limbs, at, wide):
         """Adds the sums of all channels of a head over a tile."""
-        for d in range(D // 8):
+        for d in unrolled(range(D // 8)):
             w = weighted(limbs, int32(at + d * (8 * KEYS)), wide)
             for e in range(4):
                 low[4 * d + e] += w[e] & 0xFFFF
@@ -266,7 +266,7 @@ def attention_kernel(cfg, nz, gpu):
                     for half in range(2):
                         dens[half] = quad_sum(dens[half])
                         reciprocals[half] = float32(BELOW_ONE) / float32(dens[half])
-                    for d in range(D // 16):
+                    for d in unrolled(range(D // 16)):
                         if not MANY:
                             set_values(low, limbs, at_v + here, d, wide)
                         channel = head * D + d * 16

@@ -36,24 +36,16 @@ from model import parameters
 
 # --- device functions -------------------------------------------------------------------------------------------------
 
-def unroll_registers(gpu, long=False):
-    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise
-    that is scaled). Of the others every compiler unrolls the inner ones, over d and g."""
-    if long:
-        return lambda function: device(unroll(function))
-    return device if gpu.cc[0] < 10 else lambda function: device(unroll(function, {"i", "j"}))
-
-
 def early_noise_quotients(cfg, inputs, lowest=-127):
-    """(row, column, begin, BASE, pairs) of a product over `inputs` whose accumulators begin with their noise:
+    """(row, column, begin, ZERO, pairs) of a product over `inputs` whose accumulators begin with their noise:
 
     row(s), column(n)           a signed sb and a column noise as `begin` wants them
-    begin(s, n, BASE)           the accumulator before the product
+    begin(s, n, ZERO)           the accumulator before the product
     pairs(acc, i)               four columns from acc[i] on as two words of two int16: the quotients, rounded down and
                                 clipped
     """
     noisy = begin_functions(cfg, inputs)
-    BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, noisy.BASE, lowest)
+    ZERO, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.FLOAT_BASE, noisy.BASE, lowest)
 
     @device
     def two(acc, i):
@@ -63,7 +55,7 @@ def early_noise_quotients(cfg, inputs, lowest=-127):
     def pairs(acc, i):
         return two(acc, i), two(acc, i + 4)
 
-    return noisy.row, noisy.column, noisy.begin, BASE, pairs
+    return noisy.row, noisy.column, noisy.begin, ZERO, pairs
 
 
 # --- products over all positions --------------------------------------------------------------------------------------
@@ -100,24 +92,25 @@ def _store_function(cfg, gpu, shape, pieces, pairs, add):
 
     @gpu.device
     def store_rows(acc, out, row, beyond, col, q, at_noise, sums):
-        for j in range(N // 32):
+        for j in unrolled(range(N // 32)):
             if not RAGGED or col + 32 * j < COLUMNS:
                 for half in range(2):
                     at, new = row * (H // 4) + beyond + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
                     if DOWN:
                         old = ptx.load2(out, at)
-                    for g in range(2):
+                    for g in unrolled(range(2)):
                         y, z = pairs(acc, 16 * j + 2 * half + 8 * g)
                         new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
                     ptx.store2(out, at, new[0], new[1])
 
-    @unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
+    @device
+    @(unroll if cfg.ADAPTIVE_NOISE_MODE == 2 else gpu.unroll)    # no compiler unrolls bodies with scaled noise
     def store_inner(acc, out, row, beyond, col, q, at_noise, sums):
         to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
-        for j in range(N // 16):
+        for j in unrolled(range(N // 16)):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
-                for d in range(2):
+                for d in unrolled(range(2)):
                     y, z = pairs(acc, 8 * j + 2 * d)
                     word = ptx.bytes4(y, z)
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
@@ -171,8 +164,8 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     SB_AT = 2 if shape.kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, K, shape.least)
-    begin_tile = begin_tile_function(gpu, begin, BASE, columns=N)
+    as_row, as_column, begin, ZERO, pairs = early_noise_quotients(cfg, K, shape.least)
+    begin_tile = begin_tile_function(gpu, begin, ZERO, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
     prepare = _prepare_function(cfg, gpu, shape, as_column, fill_input)
@@ -198,7 +191,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
         side = group % CG
         tables = AT_TABLES + group * (2 * BUFFER)
         acc, s, sums = int32s(ACC), int32s(2), int32s(2)
-        for i in range(ACC):
+        for i in unrolled(range(ACC)):
             acc[i] = 0
         step, odd = 0, 0
         prepare(words, bytes_, tables, c, side * N, place_of(begun, t, n).first, drawn, first, each)
@@ -256,23 +249,23 @@ class Thread(NamedTuple):
 
 def _recurrence(cfg, gpu):
     """The Shape of the recurrence, whose passes are those of both matrices. It has also `rows` of a block; `each` and
-    `all`, how many 16 columns a thread has in a pass and in a matrix; whether their tables are `kept` in shared memory;
+    `all`, how many 16 columns a thread has in a pass and in a matrix; whether their tables are in `shared` memory;
     `at_past`, where the gated states begin, behind the states."""
     H = cfg.HIDDEN_DIM
     passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
     N = blocks(H, 128 * passes) * 32
     ways = []
     for rows in 64, 32:
-        for kept in True, False:
+        for shared in True, False:
             states = 2 * rows * H
-            budget = gpu.shared - 2816 - states - (N * passes * 1024 if kept else 0)
+            budget = gpu.shared - 2816 - states - (N * passes * 1024 if shared else 0)
             for shape in shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
                 if not shape.stream:
-                    vars(shape).update(at_ring=states, bytes=shape.bytes - 64 * H + states, rows=rows, kept=kept,
+                    vars(shape).update(at_ring=states, bytes=shape.bytes - 64 * H + states, rows=rows, shared=shared,
                                        each=N // 16, all=N // 16 * passes, at_past=rows * H)
                     ways.append(shape)
     # a deep ring; then the first way to cut rows and tables; then the widest pieces
-    return min(ways, key=lambda shape: (shape.shallow, -shape.rows, not shape.kept, -shape.KP))
+    return min(ways, key=lambda shape: (shape.shallow, -shape.rows, not shape.shared, -shape.KP))
 
 
 def _column_function(shape):
@@ -290,7 +283,7 @@ def _table_functions(cfg, nz, shape):
     make_table(thread, matrix, k), the four words of 16 columns; column_noises(thread, matrix, k), of four of these;
     add_inputs(thread, total, word, noises, matrix, column), total + what four inputs add to sb."""
     H = cfg.HIDDEN_DIM
-    KEPT, ALL = shape.kept, shape.all
+    SHARED, ALL = shape.shared, shape.all
     # of a matrix of the call
     COLUMN, INPUT, EACH = 2 * H, 3 * H, 3 * H + input_words(cfg, H)
     AT_OWN = shape.bytes
@@ -300,18 +293,18 @@ def _table_functions(cfg, nz, shape):
 
     @device
     def place_of(thread, matrix, k):
-        if KEPT:
+        if SHARED:
             return int32(thread.ring.base + AT_OWN + (matrix * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
         return ((int64(cuda.blockIdx.x) * 2 + matrix) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
 
     @called
     def load_table(thread, matrix, k):
         at = place_of(thread, matrix, k)
-        return ptx.load_shared4(at) if KEPT else ptx.load4(thread.tables, at)
+        return ptx.load_shared4(at) if SHARED else ptx.load4(thread.tables, at)
 
     @device
     def store_table(thread, matrix, k, w):
-        if KEPT:
+        if SHARED:
             ptx.store_shared4(place_of(thread, matrix, k), w[0], w[1], w[2], w[3])
         else:
             ptx.store4(thread.tables, place_of(thread, matrix, k), w[0], w[1], w[2], w[3])
@@ -378,21 +371,23 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     KS, RAGGED, AT_PAST = shape.each, shape.columns != 2 * H, shape.at_past
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     _, added = gru_parts.int16_functions(gpu.cc)
-    column_of, registers = _column_function(shape), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE > 0)
+    column_of = _column_function(shape)
+    registers = unroll if cfg.ADAPTIVE_NOISE_MODE > 0 else gpu.unroll        # of bodies with scaled noise, likewise
 
+    @device
     @registers
     def gate(thread, ahead, row0):
         q = thread.ring.t & 3
-        for j in range(KS // 2):
+        for j in unrolled(range(KS // 2)):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
                 old0, old1 = ptx.load2(thread.gates, at_row), ptx.load2(thread.gates, at_row + 2 * H)
-                for g in range(2):
+                for g in unrolled(range(2)):
                     i = 2 * j + g
                     w = load_table(thread, 0, ahead * KS + i)
                     at_h = int32(thread.at_word + (column - q * 4 + g * 16) * 8)
-                    for d in range(2):
+                    for d in unrolled(range(2)):
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
@@ -402,18 +397,19 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], 1, column + g * 16)
 
+    @device
     @registers
-    def advance(thread, ahead, row0, live, keeps):
+    def advance(thread, ahead, row0, live, goes_on):
         q = thread.ring.t & 3
-        for j in range(KS // 2):
+        for j in unrolled(range(KS // 2)):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
                 w0, w1 = load_table(thread, 1, ahead * KS + 2 * j), load_table(thread, 1, ahead * KS + 2 * j + 1)
-                for d in range(2):
+                for d in unrolled(range(2)):
                     at, out = at_row + d * (2 * H), int32s(2)
                     old, both_x = ptx.load2(thread.candidates, at), ptx.load2(thread.x, at)
-                    for g in range(2):
+                    for g in unrolled(range(2)):
                         i = 2 * j + g
                         w = w0 if g == 0 else w1
                         bias = w[1] if d == 0 else w[2]
@@ -422,7 +418,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
                         y, z = next_state(thread.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
-                        h = h if keeps else int32(0)
+                        h = h if goes_on else int32(0)
                         if thread.works:
                             ptx.store_shared(at_h, h)
                         thread.sums[d] = add_inputs(thread, thread.sums[d], h, w[3], 0, column + g * 16)
@@ -432,8 +428,8 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     return gate, advance
 
 
-def _passes_function(cfg, gpu, shape, as_column, begin, BASE, ring, column_noises, pairs, load_table, add_inputs):
-    """Device function: all passes of a matrix. as_column, begin, BASE, pairs: of early_noise_quotients; ring: multiply
+def _passes_function(cfg, gpu, shape, as_column, begin, ZERO, ring, column_noises, pairs, load_table, add_inputs):
+    """Device function: all passes of a matrix. as_column, begin, ZERO, pairs: of early_noise_quotients; ring: multiply
     and finish of product_functions."""
     H = cfg.HIDDEN_DIM
     KS = shape.each
@@ -442,25 +438,26 @@ def _passes_function(cfg, gpu, shape, as_column, begin, BASE, ring, column_noise
     multiply, finish = ring
     gate, advance = _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs)
 
-    @unroll_registers(gpu)
+    @gpu.device
     def product(thread, ahead, matrix, step, s0, s1):
         """acc = the product of a pass, with its noise."""
         acc, ring = thread.acc, thread.ring
-        for j in range(KS):
+        for j in unrolled(range(KS)):
             noises = column_noises(thread, matrix, ahead * KS + j)
-            for g in range(4):
+            for g in unrolled(range(4)):
                 i, n = accumulator_of(j, 0, g), as_column(noises[g])
-                acc[i], acc[i + 2] = begin(s0, n, int32(BASE)), begin(s1, n, int32(BASE))
+                acc[i], acc[i + 2] = begin(s0, n, int32(ZERO)), begin(s1, n, int32(ZERO))
         finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
-    @unrolled
-    def columns(thread, matrix, step, s0, s1, row0, live, keeps):
-        for d in range(PER):
+    @device
+    @unroll
+    def columns(thread, matrix, step, s0, s1, row0, live, goes_on):
+        for d in unrolled(range(PER)):
             product(thread, d, matrix, step + d * PIECES, s0, s1)
             if matrix == 0:
                 gate(thread, d, row0)
             else:
-                advance(thread, d, row0, live, keeps)
+                advance(thread, d, row0, live, goes_on)
 
     return columns
 
@@ -482,10 +479,10 @@ def recur_kernel(cfg, nz, gpu, shape):
     WORDS = 2 * ALL
     SUMS = 2 * 64 * GROUPS
     open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, H)
+    as_row, as_column, begin, ZERO, pairs = early_noise_quotients(cfg, H)
     column_of = _column_function(shape)
     load_table, store_table, make_table, column_noises, add_inputs = _table_functions(cfg, nz, shape)
-    columns = _passes_function(cfg, gpu, shape, as_column, begin, BASE, (multiply, finish), column_noises, pairs,
+    columns = _passes_function(cfg, gpu, shape, as_column, begin, ZERO, (multiply, finish), column_noises, pairs,
                                load_table, add_inputs)
 
     @cuda.jit(launch_bounds=THREADS)
@@ -528,18 +525,18 @@ def recur_kernel(cfg, nz, gpu, shape):
         cuda.syncthreads()
         for position in range(n):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
-            keeps = tokens[at_token + min(position + 1, n - 1)] != 0
+            goes_on = tokens[at_token + min(position + 1, n - 1)] != 0
             for matrix in range(2):
                 s0 = as_row(whole_sum(at_parts, matrix, row))
                 s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
                 sums[0], sums[1] = 0, 0
-                columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, writes, keeps)
+                columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, writes, goes_on)
                 store_sums(parts, 1 - matrix, row, group, sums, q)
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()
 
-    return Kernel(recur, shape.bytes + (2 * ALL * THREADS * 16 if shape.kept else 0), shape)
+    return Kernel(recur, shape.bytes + (2 * ALL * THREADS * 16 if shape.shared else 0), shape)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -600,7 +597,7 @@ class Kernels:
         of gates and candidates."""
         rows = rows_of_places(units * n)
         size, shape = rows * self.cfg.HIDDEN_DIM, self.recur.shape
-        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns * 128
+        tables = 4 if shape.shared else blocks(units, shape.rows // 2) * shape.columns * 128
         out, end = ranges(dict(drawn=4 * self.plan.room(units), x=size, gates=size, candidates=size, more=2 * size,
                                normed=size, sb=12 * rows, tables=tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end

@@ -1,7 +1,7 @@
 """Parts of the recurrent kernels: the noise of inputs, the embedding and the norm, the rules of the states.
 
 A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by the float units, which have twice the
-rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
+rate of the integer ones: a float FLOAT_BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
 """
 
 from numba import cuda, float32, int8, int32, int64, uint32
@@ -13,8 +13,8 @@ from kernels.parts import A32, BITS, MAGIC, SIGNS, blocks, byte, called, clip, i
 from kernels.product import TALLEST
 from kernels.rules import device
 
-# bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
-BASE, OFFSET = 32768 + 0x4C00, 0x4C00
+# bytes 1 and 2 of a float FLOAT_BASE + k are OFFSET + k, of any k from -OFFSET to 2^16, compared without a sign
+FLOAT_BASE, OFFSET = 32768 + 0x4C00, 0x4C00
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 
 
@@ -28,9 +28,9 @@ HIGHEST, LOWEST = both(127), both(-127)
 
 
 def clip_function(cc):
-    """Device function that clips four floats BASE + k, which may have a fraction, to -127..127 and returns two words of
-    two int16 OFFSET + k."""
-    LOW, HIGH = float(BASE - 127), float(BASE + 127)
+    """Device function that clips four floats FLOAT_BASE + k, which may have a fraction, to -127..127 and returns two
+    words of two int16 OFFSET + k."""
+    LOW, HIGH = float(FLOAT_BASE - 127), float(FLOAT_BASE + 127)
     LOW2, HIGH2 = both(OFFSET - 127), both(OFFSET + 127)
     NATIVE = cc[0] >= 9
 
@@ -105,7 +105,7 @@ def normed_function(cfg, cc):
         for e in range(4):
             f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]),
                          ptx.bits_float(v[e]))
-            u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
+            u[e] = ptx.fma_down(f, reciprocal, float32(FLOAT_BASE + 1 / 256))
         y, z = clipped(u[0], u[1], u[2], u[3])
         return ptx.bytes4(y, z)
     return normed

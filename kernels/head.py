@@ -6,8 +6,8 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import (A32, A64, BITS, MAGIC, SIGNS, exp_sizes, int32s, quad_sum,
-                           quad_sum64, quotient_function)
+from kernels.parts import (A32, A64, BITS, MAGIC, SIGNS, exp_sizes, int32s, quad_sum, quad_sum64, quotient_function,
+                           unrolled)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import TARGET, device
@@ -44,9 +44,9 @@ def _sizes(cfg, gpu):
 
 
 def _tile_functions(cfg, gpu, sizes, as_column, BASE):
-    """(BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups): device functions of a tile's noise in
-    shared memory, of levels, and of the sums of the weights of a thread's two rows; and where levels begin: at the BASE
-    of `begin_functions`, except in the recurrent model."""
+    """(ZERO, logit, settled, slot_of, prepare, hide, add_weights, add_groups): device functions of a tile's noise in
+    shared memory, of levels, and of the sums of the weights of a thread's two rows; and the level of 0: the BASE of
+    `begin_functions`, except in the recurrent model."""
     V = cfg.VOCAB_SIZE
     PAIRED = cfg.MODEL == "gru"
     LOGIT = cfg.SHIFT_LOGIT
@@ -55,10 +55,9 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE):
     RAGGED, PLACED = sizes.RAGGED, sizes.PLACED
     ENTRY = 4 * sizes.COPIES
     CG, AT_PARTS = sizes.shape.CG, sizes.AT_PARTS
-    quotient = None
-    if PAIRED:
-        BASE, quotient = quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE)
-    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    ZERO, quotient = (quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE) if PAIRED
+                      else (BASE, None))
+    HIDDEN = ZERO - (1 << 29)                                # the level of columns beyond the vocabulary
 
     @gpu.device
     def slot_of(c):
@@ -75,7 +74,7 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE):
     @device
     def logit(a):
         """The logit of a level."""
-        return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
+        return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - ZERO) >> LOGIT)
 
     @gpu.called
     def weight(top, a, last, at):
@@ -98,7 +97,7 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE):
         many."""
         hidden = 0
         if RAGGED and limit < 128:
-            for j in range(16):
+            for j in unrolled(range(16)):
                 for e in range(2):
                     if j * 8 + e >= limit:
                         acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
@@ -109,7 +108,7 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE):
     def add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp):
         """totals += the weights of a tile's columns, of which the last `hidden` are beyond the vocabulary."""
         partial[0], partial[1] = uint32(0), uint32(0)
-        for j in range(16):
+        for j in unrolled(range(16)):
             for e in range(2):
                 for half in range(2):
                     w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
@@ -134,10 +133,10 @@ def _tile_functions(cfg, gpu, sizes, as_column, BASE):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
 
-    return BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups
+    return ZERO, logit, settled, slot_of, prepare, hide, add_weights, add_groups
 
 
-def _loss_functions(cfg, gpu, logit, BASE):
+def _loss_functions(cfg, gpu, logit, ZERO):
     """(target_logits, store_loss), device functions: the loss of a position."""
     H = cfg.HIDDEN_DIM
     PAIRED = cfg.MODEL == "gru"
@@ -168,19 +167,19 @@ def _loss_functions(cfg, gpu, logit, BASE):
         window, here = scored(half, unit, position)
         first = min(window, count - 1) * width + SKIP + 1
         here = min(here, length - 1)
-        for i in range(TARGETS):
+        for i in unrolled(range(TARGETS)):
             tokens[i] = windows[first + (here if i == 0 else length + here * (TARGETS - 1) + i - 1)]
             dots[i] = 0
         at_x = int64(row + 8 * half >> 3) * (2 * H) + (row & 7) * 4 + q
         for piece in range(H // 32):
             a, b = x[uint64(at_x + piece * 64)], x[uint64(at_x + piece * 64 + 32)]
-            for i in range(TARGETS):
+            for i in unrolled(range(TARGETS)):
                 w = ptx.load2(packed, at_columns + int64(tokens[i]) * (H // 4) + piece * 8 + q * 2)
                 dots[i] = ptx.dp4a(w[1] ^ SIGNS, b, ptx.dp4a(w[0] ^ SIGNS, a, dots[i]))
         z = int32(0)
-        for i in range(TARGETS):
+        for i in unrolled(range(TARGETS)):
             n = int32(int32(s[half] * drawn[unit * each + tokens[i]]) >> SHIFT)
-            z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
+            z = int32(z + logit(int32(quad_sum(dots[i]) + n + ZERO)))
         return z
 
     return target_logits, store_loss
@@ -212,10 +211,10 @@ def head_kernel(cfg, gpu):
     place_of = place_function(cfg, shape.RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
     as_row, as_column, begin, BASE = begin_functions(cfg, cfg.HIDDEN_DIM)
-    BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
+    ZERO, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
         cfg, gpu, sizes, as_column, BASE)
-    begin_tile = begin_tile_function(gpu, begin, BASE)
-    target_logits, store_loss = _loss_functions(cfg, gpu, logit, BASE)
+    begin_tile = begin_tile_function(gpu, begin, ZERO)
+    target_logits, store_loss = _loss_functions(cfg, gpu, logit, ZERO)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -278,7 +277,7 @@ def head_kernel(cfg, gpu):
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
             hidden = hide(acc, limit)
             if ahead < TILES:
-                for j in range(16):
+                for j in unrolled(range(16)):
                     for half in range(2):
                         tops[half] = max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1])
                 if ahead == TILES - 1:                       # from here on: the highest level with the same logit

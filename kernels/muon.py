@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda, float32
 
 from kernels import ptx
-from kernels.parts import A2, A32, F1, F2, blocks, unroll
+from kernels.parts import A2, A32, F1, F2, blocks, unroll, unrolled
 from kernels.rules import TARGET, device
 from model import parameters, rules
 
@@ -91,7 +91,7 @@ def build(cfg):
                 for j in range(4):
                     acc[i, j] = float32(0)
             for some in range(0, depth, TOGETHER):
-                for e in range(TOGETHER):
+                for e in unrolled(range(TOGETHER)):
                     k = some + e
                     ours, theirs = ptx.load4(left, first + k * H + row), ptx.load4(right, first + k * width + col)
                     for i in range(4):
@@ -106,7 +106,7 @@ def build(cfg):
                     if wide:
                         turned[first + (col + j) * H + row + i] = value
 
-    return [muon_momenta, muon_scale, unroll(muon_product, {"e"})]
+    return [muon_momenta, muon_scale, unroll(muon_product)]
 
 
 class Directions:

@@ -38,30 +38,38 @@ def aligned(n):
 
 # --- loops over registers ---------------------------------------------------------------------------------------------
 
-LOOPS = {"d", "g", "i", "j", "n", "sub"}    # the inner ones, over e, half and k, are short enough
+@device
+def unrolled(values):
+    """The range of a loop over registers: `unroll` replaces the loop, and other compilers unroll it themselves."""
+    return values
+
+
+def _is_unrolled(node):
+    return isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "unrolled"
 
 
 @functools.cache
-def syntax_of(code, loops):
-    """(syntax tree of a function's code, the nodes of it that are the same in every turn of the loops)."""
+def syntax_of(code):
+    """(syntax tree of a function's code, the nodes of it that are the same in every turn of its `unrolled` loops)."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     tree.body[0].decorator_list = []
     for parameter in tree.body[0].args.args:
         parameter.annotation = None
+    turning = {node.target.id for node in ast.walk(tree) if _is_unrolled(node)}
     return tree, {node for node in ast.walk(tree) if not any(
-        isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
+        _is_unrolled(part) or isinstance(part, ast.Name) and part.id in turning for part in ast.walk(node))}
 
 
-def unroll(function, loops=LOOPS):
-    """The function with its loops over registers unrolled, for compilers that leave them loops: registers cannot be
-    indexed, so the arrays would lie in local memory."""
-    tree, fixed = syntax_of(function.__code__, frozenset(loops))
+def unroll(function):
+    """The function without its `unrolled` loops, for compilers that leave them loops: registers cannot be indexed, so
+    the arrays would lie in local memory."""
+    tree, fixed = syntax_of(function.__code__)
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     constants = {name: value for name, value in names.items() if isinstance(value, int)}
 
     def copied(node, known):
-        """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. A loop
-        over a range of constants, with one of the variables, becomes its body, once for each value."""
+        """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. An
+        `unrolled` loop becomes its body, once for each value."""
         if isinstance(node, list):
             copies = [copied(one, known) for one in node]
             return [one for some in copies for one in (some if isinstance(some, list) else [some])]
@@ -69,12 +77,9 @@ def unroll(function, loops=LOOPS):
             return node
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in known:
             return ast.copy_location(ast.Constant(known[node.id]), node)
-        if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id in loops:
-            try:
-                values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, constants | known)
-                return [one for value in values for one in copied(node.body, {**known, node.target.id: value})]
-            except NameError:                                # a bound that only the running kernel knows
-                pass
+        if _is_unrolled(node):
+            values = eval(compile(ast.Expression(node.iter.args[0]), "", "eval"), {"range": range}, constants | known)
+            return [one for value in values for one in copied(node.body, {**known, node.target.id: value})]
         return ast.copy_location(type(node)(**{k: copied(v, known) for k, v in ast.iter_fields(node)}), node)
 
     exec(compile(copied(tree, {}), function.__code__.co_filename, "exec"), names)
@@ -85,11 +90,6 @@ def unroll(function, loops=LOOPS):
 def called(function):
     """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
     return cuda.jit(device=True, forceinline=True)(function)
-
-
-def unrolled(function):
-    """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
-    return device(unroll(function, {"d", "j"}))
 
 
 class Gpu(NamedTuple):
@@ -239,17 +239,17 @@ def floor_constants(d, base):
 
 
 def quotient_function(d, base, floats, lowest=-127):
-    """(BASE, quotient), with quotient(v) a device function: the bits of the float base + q, q = (v - BASE) / d rounded
-    down and clipped. floats: BASE are the bits of a float near MAGIC, else it is 0."""
+    """(ZERO, quotient), with quotient(v) a device function: the bits of the float base + q, q = (v - ZERO) / d rounded
+    down and clipped. ZERO: the v that stands for 0; with `floats` the bits of a float near MAGIC."""
     START, A, C = floor_constants(d, base)
-    BASE = START if floats else 0
-    LEAST, MOST = BASE + lowest * d, BASE + 127 * d + d - 1
+    ZERO = START if floats else 0
+    LEAST, MOST = ZERO + lowest * d, ZERO + 127 * d + d - 1
 
     @device
     def quotient(v):
         v = min(max(int32(v), int32(LEAST)), int32(MOST))
-        return ptx.float_bits(ptx.fma_down(ptx.bits_float(v + (START - BASE)), A, C))
-    return BASE, quotient
+        return ptx.float_bits(ptx.fma_down(ptx.bits_float(v + (START - ZERO)), A, C))
+    return ZERO, quotient
 
 
 # --- the tables of EXP ------------------------------------------------------------------------------------------------

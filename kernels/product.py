@@ -23,7 +23,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import BITS, blocks, quad_max, thread, wgmma_descriptor
+from kernels.parts import BITS, blocks, quad_max, thread, unrolled, wgmma_descriptor
 from kernels.rules import device, loudest
 
 THREADS, GROUPS = 512, 4
@@ -93,7 +93,7 @@ def begin_tile_function(gpu, begin, base, at_bias=0, columns=128):
     shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
     @gpu.called
     def begin_tile(acc, at, s):
-        for j in range(columns // 16):
+        for j in unrolled(range(columns // 16)):
             n = ptx.load_shared4(at + j * 64)
             if at_bias:
                 b = ptx.load_shared4(at + j * 64 + at_bias)
@@ -289,7 +289,7 @@ def step_functions(gpu, shape, repeat, matrices, wait):
         def start(acc, ring, step, piece, keep):
             a, b = operands(ring, step, piece)
             if keep == 0:
-                for i in range(N // 2):
+                for i in unrolled(range(N // 2)):
                     acc[i] = 0
             matrix, row = (ring.t >> 3) & 3, (ring.t & 7) * 16        # what load_matrix4 takes of this lane
             a = a + ((ring.t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
@@ -325,14 +325,14 @@ def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
         t = thread() if own_rows else cuda.threadIdx.x
         ring = Ring(base, bar, steps, first, every, x, w, at, t)
         if t == 0:
-            for i in range(STAGES + RG):
+            for i in unrolled(range(STAGES + RG)):
                 threads = THREADS if i < STAGES else ROW_THREADS
                 ptx.barrier_init(bar + 8 * i, 1 if BULK else threads)
                 if BULK:
                     ptx.store_shared(bar + EMPTY + 8 * i, 0)
                 else:
                     ptx.barrier_init(bar + EMPTY + 8 * i, threads)
-            for i in range(TAKERS):
+            for i in unrolled(range(TAKERS)):
                 ptx.barrier_init(bar + TURN + 8 * i, 128)
             if BULK:
                 ptx.barrier_fence()

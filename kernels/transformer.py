@@ -20,7 +20,7 @@ from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.noise import factor_function, input_words
 from kernels.parts import (A32, A64, A8, across, amax_scale, blocks, byte, clip, int32s, pack4, pack_bytes, pack_quad,
-                           pack_rounded, quad_sum, rounded, unroll)
+                           pack_rounded, quad_sum, rounded, unroll, unrolled)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, byte_of, device, divide, loudest, ntt_functions
@@ -151,7 +151,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
             sums = int32s(6)
             totals = int32s(2)
             means, reciprocals = int32s(2), cuda.local.array(2, float32)
-            for i in range(6):
+            for i in unrolled(range(6)):
                 sums[i] = 0
             totals[0], totals[1] = 0, 0
             for piece in range(H // 16):
@@ -242,10 +242,10 @@ def _unit_functions(cfg, nz, gpu, COPIES, BASE):
     def folded(acc, sm, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
         pb = int32s(8)
-        for g in range(2):                                   # 16 neighbouring i
+        for g in unrolled(range(2)):                                   # 16 neighbouring i
             for k in range(8):
                 pb[k] = 0
-            for sub in range(4):
+            for sub in unrolled(range(4)):
                 j = 2 * sub + g
                 c = ptx.load_shared4(at + 4 * UP_COEFFICIENT + j * 64)
                 for k in range(4):
@@ -372,7 +372,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 at_bytes = base + 4 * at_slot + q * 16
                 if not RAGGED or block < BLOCKS:
-                    for j in range(8):
+                    for j in unrolled(range(8)):
                         if not BASE:
                             b = ptx.load_shared4(at_bytes + j * 64 + 4 * UP_BIAS)
                         c4 = int32(0)
@@ -472,14 +472,14 @@ def _sum_functions(cfg, gpu, shape, kind, TABLE):
     @gpu.device
     def extremes(acc, most, least):
         """The largest and smallest values so far of the two rows."""
-        for j in range(N // 8):
+        for j in unrolled(range(N // 8)):
             for half in range(2):
                 a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
                 most[half], least[half] = max(max(most[half], a), b), min(min(least[half], a), b)
 
     @gpu.device
     def quantised(acc, scales):
-        for i in range(N // 2):
+        for i in unrolled(range(N // 2)):
             acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
 
     return prepare, add_all, rotate, extremes, quantised
@@ -496,7 +496,7 @@ def _store_functions(cfg, gpu, shape):
 
     @gpu.device
     def store(acc, out, to, col):
-        for j in range(N // 16):
+        for j in unrolled(range(N // 16)):
             if not RAGGED or col + 16 * j < H:
                 for half in range(2):
                     i = 8 * j + 2 * half
@@ -509,7 +509,7 @@ def _store_functions(cfg, gpu, shape):
         odd, q = (lane >> 2) & 1, lane & 3
         first = row - (lane >> 2)
         member, position = first // LENGTH, first % LENGTH
-        for j in range(N // 16):
+        for j in unrolled(range(N // 16)):
             if not RAGGED or col + 16 * j < H:
                 i = 8 * j
                 left = pack_rounded(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])

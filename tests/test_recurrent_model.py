@@ -111,7 +111,7 @@ def test_quotients_by_a_multiplication_are_exact(width):
         for inputs in (width, 4 * width):
             d = parameters.divisor(make(MODEL="gru", FIXED_POINT=point), inputs)
             y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200, int32)
-            for base in (gru_parts.BASE, gru_parts.BASE + 128, parts.MAGIC):
+            for base in (gru_parts.FLOAT_BASE, gru_parts.FLOAT_BASE + 128, parts.MAGIC):
                 bits, a, c = parts.floor_constants(d, base)
                 sums = int32(bits) + y
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
@@ -125,7 +125,7 @@ def test_kernels_fit_every_card(width):
     for cc, limit in CARDS.items():
         assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(cfg, cc, ("step",))), cc
         shape = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
-        assert shape.bytes + (shape.columns * 128 if shape.kept else 0) + 2560 <= limit * 1024, cc
+        assert shape.bytes + (shape.columns * 128 if shape.shared else 0) + 2560 <= limit * 1024, cc
         assert shape.stages >= 2 and shape.rows in (32, 64) and shape.columns >= 2 * width, cc
 
 
