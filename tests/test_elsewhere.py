@@ -149,11 +149,11 @@ def test_figures_of_another_text_are_not_compared(place, compiled):
 def test_runs_that_begin_at_once_take_directories_of_their_own(place, compiled):
     """As in a job array; where one cannot begin, its directory is gone again."""
     succeeds(process("train --save-dir r --steps 1", *DEFINES, cwd=place))
-    lines = [["train --load-dir r --steps 2", f"-DLR_SCHEDULE=0:0.{digit}"] for digit in (1, 2, 3)] + \
-        [["train --load-dir r --steps 2"]] * 2
+    lines = [["train --load-dir r --steps 2", "-DLR_SCHEDULE=0:0.1"], ["train --load-dir r --steps 2"],
+             ["train --load-dir r --steps 2"]]
     with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
         for done in pool.map(lambda line: process(*line, cwd=place), lines):
             succeeds(done)
-    assert sorted(name for name in os.listdir() if name[:2] == "r-") == [f"r-{number}" for number in range(2, 7)]
+    assert sorted(name for name in os.listdir() if name[:2] == "r-") == [f"r-{number}" for number in range(2, 5)]
     assert run("train --load-dir r --log-json /dev/null/x -D LR_SCHEDULE=0:0.1").returncode == 1
-    assert not os.path.exists("r-7")
+    assert not os.path.exists("r-5")

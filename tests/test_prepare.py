@@ -29,9 +29,9 @@ MANY = 1 << 20, 1 << 16             # tokens to train on, and held out
 
 # --- own text ---------------------------------------------------------------------------------------------------------
 
-@mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
-def test_prepare_leads_to_text(arguments, here, compiled):
+def test_prepare_leads_to_text(here, compiled):
     """Text -> training -> generation by what is printed."""
+    arguments = "--out 'my books' --vocab-size 300"
     (here / "it's mine.txt").write_bytes(TEXT * 2)
     made = run(f"prepare {arguments}", "it's mine.txt")
     assert (made.returncode, made.stderr) == (0, "")
@@ -39,9 +39,7 @@ def test_prepare_leads_to_text(arguments, here, compiled):
     assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
     trained = succeeds(paste(line + " --steps 3", "next: "))
     assert "steps 0 to 3" in trained and "bits/byte after" in trained
-    again = succeeds(paste(line_with("continue it: ", trained) + " --steps 4", "continue it: "))
-    assert "steps 3 to 4" in again
-    assert succeeds(paste(line_with("try it: ", again), "try it: ")).startswith("\n")
+    assert succeeds(paste(line_with("try it: ", trained), "try it: ")).startswith("\n")
     assert line_with("next: ", run(f"prepare --force {arguments}", "it's mine.txt").stdout).count("-2") == 1
 
 

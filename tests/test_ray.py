@@ -229,14 +229,6 @@ CPUS, GPUS, SETTINGS = 1, 0, {{{rows}}}
     return egg(place, "sweep", program="sweep.py", RAY_ADDRESS=address, PYTHONPATH=str(HERE))
 
 
-@mark.parametrize("name, value, words", [("N_LAYERS", "tune.grid_search([1, 99])", "N_LAYERS = 99"),
-                                         ("LAYERS", "1", "LAYERS"), ("VAL_FILE", "'none.bin'", "none.bin")])
-def test_wrong_settings_of_a_sweep_end_with_a_line(place, name, value, words):
-    process = sweep(place, "local", **{name: value})
-    text = printed(process)
-    assert process.returncode in (1, 2) and text.startswith("egg: ") and text.count("\n") == 1 and words in text, text
-
-
 def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
     settings = {"SIGMA_SHIFT": "tune.grid_search([1, 3])", "ADAM_WEIGHT_DECAY": "tune.loguniform(1e-4, 0.1)",
                 "ISLAND_SEED": "tune.grid_search([1, 2])"}
