@@ -57,11 +57,6 @@ def test_what_ends_a_worker_at_its_start_is_one_line(place, code, words):
     fails(process("train --steps 1", *DEFINES, env={"PYTHONPATH": "site"}, cwd=place), 1, words)
 
 
-def test_a_clone_by_git_for_windows_has_the_same_bytes():
-    rules = dict(line.split(" ", 1) for line in (HERE / ".gitattributes").read_text().splitlines()[1:])
-    assert rules["*"] == "text=auto eol=lf" and {rules[f"*.{kind}"] for kind in ("bin", "npz", "zst")} == {"binary"}
-
-
 def test_process_1_ends_by_a_signal(here):
     """As in a container without an init: there Linux has no default for it."""
     os.mkfifo("text")
