@@ -215,21 +215,6 @@ def test_a_directory_with_other_files_and_a_table_and_a_field_of_json(here):
     assert "next: " in succeeds(run("prepare books/a.txt books/d.jsonl --field body --vocab-size 256 --out more"))
 
 
-def test_a_long_text_is_learnt_from_in_part_and_encoded_whole(here, monkeypatch):
-    """Progress replaces itself where it can."""
-    monkeypatch.setattr(prepare, "LEARN_BYTES", 4000)
-    monkeypatch.setattr(prepare, "ENCODE_BYTES", 1000)
-    (here / "t").write_bytes(PROSE * 500)
-    read, blocks = [], prepare._blocks_told
-    monkeypatch.setattr(prepare, "_blocks_told", lambda *more: (read.append(len(b)) or b for b in blocks(*more)))
-    now, said, shown = itertools.count(), [], []
-    monkeypatch.setattr("tools.prepare.time.monotonic", lambda: next(now))
-    prepare.prepare(["t"], 300, None, ".", said.append, progress=shown.append)
-    whole = sum(map(len, read_back(300)))
-    assert whole == 500 * len(PROSE) < sum(read) < whole + 9000
-    assert shown and ["warning"] == [line[:7] for line in said if "%" in line]              # a text of copies
-
-
 def test_each_text_is_read_once_and_none_that_prepare_has_made(here):
     """However often it is there, and wherever links lead."""
     (here / "d" / "v1" / ".git").mkdir(parents=True)

@@ -188,8 +188,7 @@ def test_what_cannot_work_ends_with_a_line(place, three_nodes, arguments, status
 
 
 @mark.parametrize("device, workers, cpus, expected", [
-    ("auto", 0, None, {(1, 1): 4}), ("auto", 0, 8, {(1, 1): 4, (0, 8): 5}), ("cpu", 0, 8, {(0, 8): 6}),
-    ("cuda", 3, None, {(1, 1): 3}), ("auto", 3, 2, {(1, 1): 3}), ("cpu", 9, 2, {(0, 2): 9})])
+    ("auto", 0, 8, {(1, 1): 4, (0, 8): 5}), ("cuda", 3, None, {(1, 1): 3}), ("cpu", 9, 2, {(0, 2): 9})])
 def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, expected):
     from deploy import ray
     monkeypatch.setattr(ray, "nodes", lambda: [(0, 0), (4, 8), (0, 16), (0, 24)])

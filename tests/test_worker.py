@@ -12,7 +12,7 @@ import commands
 import egg_net
 from cluster import dispatch, wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
-from model import data_files, rules, steps
+from model import rules, steps
 from model.steps import pack_digits
 from commands import DEFINES, TEXT, begin
 from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, replayed, run_worker, until,
@@ -62,16 +62,6 @@ def test_distributed_and_resumed(tmp_path, values):
 @mark.parametrize("every, steps", [(2, [0, 2, 4]), (10, [0, 1, 2, 5, 10]), (500, [0, 50, 100, 250, 500])])
 def test_the_first_samples_and_validations_come_early(every, steps):
     assert [step for step in range(501) if egg_net.due(every, step)][:len(steps)] == steps
-
-
-def test_validation_and_samples_reach_the_console(tmp_path):
-    with Server(tmp_path, steps=3) as server:
-        server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
-                    decoding=data_files.load_decoding(CFG))
-    assert re.findall("^  sample at step (.*)$", server.said, re.M) == [
-        "0: (given >>> what the model adds) ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]
-    # (step + 1) / ln 2 / 12
-    assert re.findall(r"^Step (\d).*Val: (.*) bits/byte$", server.said, re.M) == [("0", "0.12"), ("2", "0.36")]
 
 
 def test_a_worker_states_its_held_out_data(server):
