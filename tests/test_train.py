@@ -67,6 +67,7 @@ def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     on = succeeds(paste(line_with("next: ", begun) + " --steps 5", "next: "))
     assert "my data/train.bin: 18,000" in on and "steps 4 to 5: " in on
     assert "steps 4 to 5: " in succeeds(run("train --load-dir 'ckpt one' --save-dir copy --steps 5"))
+    assert "the run has its 5 steps already" in succeeds(run("train --save-dir copy --steps 5"))
     copy = pathlib.Path("copy", "history.egg")
     before = copy.read_bytes()
     beside = succeeds(run("train --load-dir copy --steps 6"))
