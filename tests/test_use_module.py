@@ -78,6 +78,7 @@ def test_arguments_may_have_any_type_that_says_it_and_wrong_ones_are_errors_to_c
 
 
 def test_a_daemonic_process_cannot_train(here):
+    (here / "input.bin").write_bytes(TEXT)
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=True):
         with raises(egg_config.EggError, match="it is daemonic, of a Pool or of Celery: call egg from another"):
             egg_use.train(save_dir="new", preset="laptop-bytes", DETOKENIZE=0, steps=1)
