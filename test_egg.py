@@ -7,7 +7,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine, cpu_rules
-from model import integer_tables, parameters, rules, steps
+from model import integer_tables, parameters, steps
 from model.reading import Reading
 from readings import (TINY, callable_by_python, drawn, equal, hold_against_the_reading, random_config, random_gru,
                       votes_on)
@@ -118,20 +118,6 @@ def test_tensors_cover_the_flat_arrays_once():
             if t.matrix:
                 overlay[t.overlay_b:t.overlay_b + t.rows] += 1
         assert (weights == 1).all() and (overlay == 1).all()
-
-
-def test_ternary_packing():
-    rng = np.random.default_rng(3)
-    for n in (1, 4, 5, 6, 1000):
-        f = rng.integers(-1, 2, n).astype(np.int8)
-        data = steps.pack_digits(f)
-        assert len(data) == -(-n // 5)
-        equal(rules.unpacked_digits(data, n), f)
-    assert steps.pack_digits(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
-    for data, count, says in ((b"\xf3", 5, "5 digits of 3 values"), (b"\0\0", 5, "bytes of fitness"),
-                              (bytes([81]), 4, "after the last")):
-        with pytest.raises(ValueError, match=says):
-            rules.unpacked_digits(data, count)
 
 
 def test_initial_model_of_the_default_configuration():

@@ -1,6 +1,5 @@
 """The constants: overrides, limits, combinations, fingerprints, edits, and who must agree."""
 
-import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -17,7 +16,6 @@ from cluster import history
 from egg_config import AGREE, ConfigError, CONSTANTS, make
 from tools import train
 from compiling import kernels_for
-from fakes import any_fitness
 from readings import BASE, SMALL, configured
 from recordings import HERE
 from commands import process
@@ -270,21 +268,6 @@ def test_the_form_that_sees_its_targets_is_warned_of(here):
 def test_the_schedule_is_that_of_the_specification_and_data():
     rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
     assert {step: make().learning_rate(step) for step in rates} == rates
-
-
-def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
-    """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
-    values = {**SMALL, "LOSS": "exact"}
-    with contextlib.closing(history.open_run(cfg := make(**values), tmp_path)) as run:
-        run.append(any_fitness(cfg, 1), 1, 1)
-    assert "SOFT_TARGETS" not in {**cfg.shared(), **cfg.saved()}
-    name = "SOFT_TARGETS"
-    monkeypatch.setitem(CONSTANTS, name, CONSTANTS[name]._replace(value=((0, 3),)))
-    changed, again = make(**values), egg_config.load(environ={}, saved=history.configuration(tmp_path))
-    assert "SOFT_TARGETS" in changed.shared() and again.SOFT_TARGETS == ()
-    history.open_run(again, tmp_path).close()
-    with raises(history.HistoryError, match="SOFT_TARGETS = unset there, 0:3 here"):
-        history.read_run(changed, tmp_path)
 
 
 @mark.parametrize("preset", egg_config.PRESETS)

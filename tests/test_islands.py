@@ -13,8 +13,7 @@ from cluster.history import open_run
 from cluster.wire import frame
 from islands import gossip, merging
 from islands.gossip import Elites
-from model import parameters, steps
-from model.parameters import initial_state
+from model import parameters
 from coordinators import Server, free_port, turned_away, until
 from fakes import CFG, FakeEngine, FakeObjective, REWARDED, SECRET, UNITS, VALIDATION, full
 from commands import run
@@ -204,16 +203,6 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
         b.tells("peer", peer="a", state="up")
     with two(tmp_path, (0, 0), dict(access=Access(SECRET))) as (_, b):
         b.says("wants a secret")
-
-
-def test_every_island_has_its_own_noise():
-    states = [initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
-    assert all(np.array_equal(state.weights, states[0].weights) for state in states)
-    now = [state.seed for state in states]
-    assert now[0] == steps.INITIAL_SEED
-    for step in range(2000):
-        assert len(set(now)) == 4
-        now = [steps.next_seed(seed, step) for seed in now]
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(here):

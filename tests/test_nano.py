@@ -76,7 +76,7 @@ def test_weights_and_moments_are_those_of_the_engine(trained):
 
 
 def test_validation_and_text_are_those_of_the_engine(trained, monkeypatch):
-    monkeypatch.setattr(nano, "VALIDATE_TOKENS", 8192)
+    monkeypatch.setattr(nano, "VALIDATE_TOKENS", 1024)
     engine, (_, _, weights, _, _) = trained
     windows = np.lib.stride_tricks.sliding_window_view(TEXT, nano.SEQ_LEN + 1)[::nano.SEQ_LEN]
     read = min(len(windows), nano.VALIDATE_TOKENS // nano.SEQ_LEN)

@@ -115,21 +115,52 @@ STOP = "."
     assert own.measured(new_engine())[:2] == (256, 10.0)
 
 
-@pytest.mark.parametrize("text", [
-    "def any_name(prompts, completions, **columns):\n    return [len(text) for text in completions]\n",
-    "from helpers import longer, shorter\n_other = longer\ndef own(completions):\n    return longer(completions)\n",
-    "from helpers import longer\n",
-    "import functools\nfrom helpers import shorter as reward\ndef longer(completions):\n    return [9]\n"
-    "reward = functools.partial(reward, sign=1)\n",
-    "class Judge:\n    def __init__(self, completions=()):\n        pass\n"
-    "    def __call__(self, completions):\n        return [len(text) for text in completions]\njudge = Judge()\n",
-    "from helpers import longer, shorter\nWEIGHTS = {'longer': 2, 'shorter': 1.0}\n",
-    "def a(completions):\n    return [3 * len(text) for text in completions]\n"
-    "async def b(completions):\n    return [-4 * len(text) for text in completions]\nWEIGHTS = [1, 0.5]\n",
-    "from helpers import longer, shorter\ndef twice(completions):\n    return [2 * len(text) for text in completions]\n"
-    "reward_funcs = [twice, shorter]\n",
-    "from helpers import longer\ndef b(completions):\n    return [2] * len(completions)\n"
-    "reward_funcs, WEIGHTS = [b, longer], [0, 1]\n"])
+JUDGES = """
+def any_name(prompts, completions, **columns):
+    return [len(text) for text in completions]
+
+from helpers import longer, shorter
+_other = longer
+def own(completions):
+    return longer(completions)
+
+from helpers import longer
+
+import functools
+from helpers import shorter as reward
+def longer(completions):
+    return [9]
+reward = functools.partial(reward, sign=1)
+
+class Judge:
+    def __init__(self, completions=()):
+        pass
+    def __call__(self, completions):
+        return [len(text) for text in completions]
+judge = Judge()
+
+from helpers import longer, shorter
+WEIGHTS = {'longer': 2, 'shorter': 1.0}
+
+def a(completions):
+    return [3 * len(text) for text in completions]
+async def b(completions):
+    return [-4 * len(text) for text in completions]
+WEIGHTS = [1, 0.5]
+
+from helpers import longer, shorter
+def twice(completions):
+    return [2 * len(text) for text in completions]
+reward_funcs = [twice, shorter]
+
+from helpers import longer
+def b(completions):
+    return [2] * len(completions)
+reward_funcs, WEIGHTS = [b, longer], [0, 1]
+"""                      # files
+
+
+@pytest.mark.parametrize("text", JUDGES.strip().split("\n\n"))
 def test_what_judges_is_reward_or_the_only_function_that_takes_completions_or_those_of_weights(judged, tmp_path, text):
     (tmp_path / "helpers.py").write_text("""
 def longer(completions):
@@ -332,56 +363,173 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
         judged(GAME)
 
 
-ONE_OR_TWO = "def a(completions):\n    pass\n"
-NOT_SAID = r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS"       # whether a function judges
+WRONG = r"""
+def reward(completions)
+    pass
+==> own.py:1: expected ':'
+
+LETTERS
+DATA = [{'prompt': 'x', 'check': lambda text: 1}]
+==> a column of DATA cannot be passed
+
+import nowhere
+==> ModuleNotFoundError: No module named 'nowhere'
+
+x = 1
+==> has no function reward
+
+def a(completions):
+    pass
+def b(completions):
+    pass
+==> own.py has no function reward.*\(it has: a.*\), nor WEIGHTS
+
+def a(completions):
+    pass
+WEIGHTS = {'b': 1}
+==> own.py has no function reward.*\(it has: a.*\), nor WEIGHTS
+
+def a(completions):
+    pass
+WEIGHTS = [1, 2]
+==> own.py has no function reward.*\(it has: a.*\), nor WEIGHTS
+
+def a(completions):
+    pass
+WEIGHTS = {'a': '1'}
+==> own.py has no function reward.*\(it has: a.*\), nor WEIGHTS
+
+def a(completions):
+    pass
+WEIGHTS = {}
+==> own.py has no function reward.*\(it has: a.*\), nor WEIGHTS
+
+LETTERS
+TEMPERATURE = 0
+==> TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0
+
+import sys
+sys.exit(0)
+==> SystemExit: 0: it must run by itself
+
+LETTERS
+STOP = 3
+==> STOP = 3: must be a text
+
+LETTERS
+TOKENS = 0
+==> TOKENS = 0: must be a whole number from 1
+
+LETTERS
+DATA = [{'prompt': 'x'}, {'text': 'x'}]
+==> row 2 of DATA is .*: must be a dict
+
+LETTERS
+DATA = [{'prompt': '\ud83d'}]
+==> row 1 of DATA is .*ud83d
+
+LETTERS
+HELD_OUT = []
+==> HELD_OUT is to be a list of dicts
+
+LETTERS
+DATA = 'nowhere.jsonl'
+==> nowhere.jsonl: No such file
+
+LETTERS
+DATA = [{'prompt': 'x' * 5000}]
+==> has 5000 tokens, with TOKENS = 6 more than 1024
+
+def reward(completions):
+    return [float('nan')] * len(completions)
+==> returned nan for
+
+LETTERS
+DATA = [{'prompt': [{'role': 'user', 'content': 'x'}]}]
+==> not empty as .* \(join the messages
+
+def reward(completions, log_extra):
+    log_extra('n', [1])
+    return [1]
+==> log_extra\('n'\) got 1 values for 8 completions
+
+def reward(completions):
+    return 3
+==> returned '3', which is no list of numbers
+
+def reward(completions):
+    return '5' * len(completions)
+==> returned '55555555', which is no list of numbers
+
+def reward(completions):
+    return [1]
+==> returned 1 numbers for 8 completions
+
+def reward(completions):
+    return [1 / 0]
+==> own.py:2: reward raised ZeroDivisionError
+
+import json
+def reward(completions):
+    return json.loads('[')
+==> own.py:3: reward raised JSONDecodeError
+
+def reward(completions, answer):
+    return answer
+==> own.py: reward raised TypeError: .* 'answer'
+
+def reward(completions):
+    return [10 ** 400] * len(completions)
+==> 000.*, which is no list of numbers
+
+def a(completions):
+    return [1] * len(completions)
+def b(completions):
+    raise ValueError('no')
+WEIGHTS = [1, 1]
+==> own.py:4: b raised ValueError: no
+
+def reward(completions):
+    return [len(completion[0]['content']) for completion in completions]
+==> own.py:2: reward raised .*Error: .*: completions are texts here, not lists of messages
+
+class Odd(Exception):
+    __str__ = None
+def reward(completions):
+    raise Odd
+==> own.py:4: reward raised Odd
+
+def reward(completions):
+    import os; os._exit(3)
+==> a process that judges has ended
+
+GAME
+def reply(texts):
+    return 'a'
+==> reply returned 'a', which is no list of texts
+
+GAME
+def reply(texts):
+    return texts[:1]
+==> reply returned 1 texts for 8 completions
+
+GAME
+def reply(texts):
+    return ['x' * 5000] * len(texts)
+==> up to the reply 'xx.*, with TOKENS = 6 more than 1024
+
+def reward(completions):
+    import time; time.sleep(99)
+==> did not return within 0.05 s: give it longer
+"""                      # a file, and what is said of it
 
 
 @pytest.mark.parametrize("text, words", [
-    ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
-    (LETTERS + "DATA = [{'prompt': 'x', 'check': lambda text: 1}]\n", "a column of DATA cannot be passed"),
-    ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere'"),
-    ("x = 1\n", "has no function reward"), *((ONE_OR_TWO + more, NOT_SAID) for more in (
-        "def b(completions):\n    pass\n", "WEIGHTS = {'b': 1}\n", "WEIGHTS = [1, 2]\n", "WEIGHTS = {'a': '1'}\n",
-        "WEIGHTS = {}\n")),
-    (LETTERS + "TEMPERATURE = 0\n",
-     "TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0"),
-    ("x = '\0'\n", "own.py:1: source code .*null bytes"),
-    ("import sys\nsys.exit(0)\n", "SystemExit: 0: it must run by itself"),
-    (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
-    (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a whole number from 1"),
-    (LETTERS + "DATA = [{'prompt': 'x'}, {'text': 'x'}]\n", "row 2 of DATA is .*: must be a dict"),
-    (LETTERS + "DATA = [{'prompt': '\\ud83d'}]\n", "row 1 of DATA is .*ud83d"),
-    (LETTERS + "HELD_OUT = []\n", "HELD_OUT is to be a list of dicts"),
-    (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
-    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 1024"),
-    ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
-    (LETTERS + "DATA = [{'prompt': [{'role': 'user', 'content': 'x'}]}]\n", r"not empty as .* \(join the messages"),
-    ("def reward(completions, log_extra):\n    log_extra('n', [1])\n    return [1]\n",
-     r"log_extra\('n'\) got 1 values for 8 completions"),
-    ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
-    ("def reward(completions):\n    return '5' * len(completions)\n",
-     "returned '55555555', which is no list of numbers"),
-    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
-    ("def reward(completions):\n    return [1 / 0]\n", "own.py:2: reward raised ZeroDivisionError: "),
-    ("import json\ndef reward(completions):\n    return json.loads('[')\n",
-     "own.py:3: reward raised JSONDecodeError: "),
-    ("def reward(completions, answer):\n    return answer\n", "own.py: reward raised TypeError: .* 'answer'"),
-    ("def reward(completions):\n    return [10 ** 400] * len(completions)\n", "000.*, which is no list of numbers"),
-    ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
-     "WEIGHTS = [1, 1]\n", "own.py:4: b raised ValueError: no"),
-    ("def reward(completions):\n    return [len(completion[0]['content']) for completion in completions]\n",
-     "own.py:2: reward raised .*Error: .*: completions are texts here, not lists of messages"),
-    ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
-     "own.py:4: reward raised Odd"),
-    ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
+    ("x = '\0'", "own.py:1: source code .*null bytes"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
-    (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
-    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 8 completions"),
-    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n",
-     "up to the reply 'xx.*, with TOKENS = 6 more than 1024"),
-    ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
-])
+    *(block.split("\n==> ") for block in WRONG.strip().split("\n\n"))])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
+    text = text.replace("LETTERS", LETTERS).replace("GAME", GAME)
     with refused(words, objective.ObjectiveError):
         own = judged(text, CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 60.0))
         own.write = 6

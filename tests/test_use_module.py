@@ -77,9 +77,9 @@ def test_arguments_may_have_any_type_that_says_it_and_wrong_ones_are_errors_to_c
             model.score(wrong)
 
 
-def test_a_daemonic_process_cannot_train(trained):
+def test_a_daemonic_process_cannot_train(here):
+    (here / "input.bin").write_bytes(TEXT)
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=True):
-        assert egg_use.load("ckpt").generate("the fox", 3)
         with raises(egg_config.EggError, match="it is daemonic, of a Pool or of Celery: call egg from another"):
             egg_use.train(save_dir="new", preset="laptop-bytes", DETOKENIZE=0, steps=1)
     assert not os.path.exists("new")

@@ -83,23 +83,6 @@ def test_workers_that_share_a_step_begin_no_update(tmp_path, monkeypatch):
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
 
-def test_certainty_is_lost_with_a_mistake():
-    predictor, size = ChunkPredictor(CFG), CFG.CHUNK_SIZE
-    chunks = iter([(k // CFG.N_CHUNKS, k % CFG.N_CHUNKS * size) for k in range(1000)])
-
-    def until_sure():
-        for count, (step, first) in enumerate(chunks, 1):
-            predictor.handed_out(step, first)
-            if predictor.following() == first + size:
-                return count
-
-    assert until_sure() == SURE_AFTER + 1
-    # the guess after the chunk before that one is wrong once more, in the next step
-    for times in 2, 4:
-        next(chunks)                                         # another worker gets it
-        assert 0 <= until_sure() - times * SURE_AFTER <= 2 * CFG.N_CHUNKS
-
-
 def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
     """Of two workers that share a step one is handed the other's chunk now and then."""
     predictor, first, other = ChunkPredictor(CFG), CFG.CHUNK_SIZE, 2 * CFG.CHUNK_SIZE

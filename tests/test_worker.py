@@ -8,17 +8,16 @@ from time import sleep
 import numpy as np
 from pytest import mark
 
-import commands
 import egg_net
 from cluster import dispatch, wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
-from model import data_files, rules, steps
+from model import rules, steps
 from model.steps import pack_digits
 from commands import DEFINES, TEXT, begin
-from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, replayed, run_worker, until,
-                          whole, work_in_thread)
+from coordinators import (Peer2, Server, cluster, free_port, listening, refused, replayed, run_worker, until, whole,
+                          work_in_thread)
 from engine.cpu_engine import CpuEngine
-from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, expected, step_alone
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, expected, step_alone
 from readings import BASE
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -26,16 +25,6 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
-
-@mark.parametrize("workers", [1, 2])
-def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
-    packed, digest = expected(6)
-    engines = [FakeEngine(pause=0.002) for _ in range(workers)]
-    server = cluster(tmp_path, engines, 6, save=True)
-    assert kept(tmp_path) == packed
-    assert all(engine.digest() == digest and engine.evaluated for engine in engines)
-    assert re.findall("^Step [1-5] .*Updates: (\\d+)", server.said, re.M) == ["101", "102", "103", "104", "105"]
-
 
 @mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
@@ -64,23 +53,6 @@ def test_the_first_samples_and_validations_come_early(every, steps):
     assert [step for step in range(501) if egg_net.due(every, step)][:len(steps)] == steps
 
 
-def test_validation_and_samples_reach_the_console(tmp_path):
-    with Server(tmp_path, steps=3) as server:
-        server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
-                    decoding=data_files.load_decoding(CFG))
-    assert re.findall("^  sample at step (.*)$", server.said, re.M) == [
-        "0: (given >>> what the model adds) ab\u23ced >>> AAA", "2: ab\u23ced >>> CCC", "3: ab\u23ced >>> DDD"]
-    # (step + 1) / ln 2 / 12
-    assert re.findall(r"^Step (\d).*Val: (.*) bits/byte$", server.said, re.M) == [("0", "0.12"), ("2", "0.36")]
-
-
-def test_a_worker_states_its_held_out_data(server):
-    peer = Peer2(server, validation="ab" * 32)
-    with refused("other held-out data"):
-        run_worker(server, FakeEngine(), validation=VALIDATION._replace(windows=VALIDATION.windows + 1))
-    assert peer.chunk(0) == 0
-
-
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
     (packed, digest), port = expected(4), free_port()
     engine, lines = FakeEngine(pause=0.01), Lines()
@@ -100,8 +72,7 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
     assert engine.loads == 1 and engine.digest() == digest and "rebuilding from the beginning" in lines.text
 
 
-@mark.parametrize("limit", ["--steps", "--minutes"])
-def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
+def test_workers_end_with_the_run_as_it_was_planned(here, compiled):
     """The commands; by a signal the coordinator ends otherwise, and they wait."""
     port, history = free_port(), here / "ckpt" / "history.egg"
     (here / "input.bin").write_bytes(TEXT)
@@ -112,8 +83,7 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
             coordinator.terminate()
             coordinator.communicate()
         assert worker.poll() is None                  # it has another name than others of this host
-        end = len(kept("ckpt", commands.CFG)) + 5 if limit == "--steps" else 0.05
-        with begin(f"{line} {limit} {end}", stdout=subprocess.PIPE) as coordinator:
+        with begin(f"{line} --minutes 0.05", stdout=subprocess.PIPE) as coordinator:
             said, _ = worker.communicate(timeout=60)
             coordinator.communicate(timeout=60)
     assert worker.returncode == 0 == coordinator.returncode
