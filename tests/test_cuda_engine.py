@@ -161,7 +161,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
             engine.begin(8, 8)
             engine.begin(0, 4)
             assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
-            assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF]
+            assert engine._job.tolist() == [engine.seed, 0]
             assert engine.evaluate(0, 4).shape == (4,) and not engine._begun
             memory.free, free = 1 << 10, memory.free
             assert not engine.begin_update(any_fitness(cfg, 1)), "no room for a copy of the state"
