@@ -693,9 +693,7 @@ def _compressed(cfg, packed):
     import pyzstd                                    # here, so that a coordinator starts without it
     if cfg.PERTURB == "weights":
         return pyzstd.compress(packed, 1)
-    if not cfg.SUMMED:                               # digits compress by 2 % only, and that takes six times as long
-        return pyzstd.compress(packed, -1)
-    # sums have no repetitions: to look for few of them leaves the entropy coder, in half the time
+    # digits and sums have no repetitions: to look for few of them leaves the entropy coder, in half the time
     few = pyzstd.CParameter
     return pyzstd.compress(packed, {few.compressionLevel: 1, few.hashLog: 6, few.minMatch: 7})
 
