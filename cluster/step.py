@@ -1,8 +1,15 @@
 """Votes: on the results of the chunks of one step, and on the states of the workers. No sockets, and no clock.
 
-Two honest results of a chunk are equal to the bit. A chunk that is audited, or whose results differ, is done when one
-result has at least two votes and more votes than any other; the authors of the others have erred. A tie is evaluated
-again by those who made it, where nobody else is at work: who contradicts itself has erred.
+Two honest results of a chunk are equal to the bit. When one counts:
+
+at work          chunk                    it counts with
+one author       any                      its result, once it has been alone for the dispatcher's patience
+several          not audited, one result  that
+several          audited, or disputed     two votes, and more than any other result; the authors of the others have erred
+no other than    disputed                 a third vote. Meanwhile they evaluate it again: who contradicts itself has
+who disagree                              erred
+
+A chunk is audited by chance, or because its author is new or has erred (dispatch.Dispatcher).
 
 A state is right when it has more votes than any other. A worker that is outvoted rebuilds its replica, and so do all
 in a tie."""

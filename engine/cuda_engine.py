@@ -373,9 +373,18 @@ def checked_memory(cfg, forward, name):
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
-    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; the host
-    cuts the windows. verbs: see tools.train.make_engine. Raises ValueError (one line) where the device is missing or
-    too small."""
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; the host cuts the
+    windows. verbs: see tools.train.make_engine. Raises ValueError (one line) where the device is missing or too small.
+
+    Work is begun ahead. `step`, `seed` are of the state that callers know, `_at` of the one on the device:
+
+    at rest                 _at is step, seed; _begun is empty
+    an evaluation begun     ... but for its result, in _begun; `evaluate` waits for it
+    an update begun         _at is the next step; _fitness is of the update, _saved a copy of the state before it
+    ... and evaluations     in _begun, of the next step
+    the update completed    `update` was called with that fitness: step becomes _at, and what was begun stays
+
+    Whatever needs the state that callers know undoes an update that is begun: _saved comes back, _begun is dropped."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
