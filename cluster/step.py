@@ -5,7 +5,7 @@ Two honest results of a chunk are equal to the bit. When one counts:
 at work          chunk                    it counts with
 one author       any                      its result, once it has been alone for the dispatcher's patience
 several          not audited, one result  that
-several          audited, or disputed     two votes, and more than any other result; the authors of the others have erred
+several          audited, or disputed     two votes, and more than any other result; who gave another has erred
 no other than    disputed                 a third vote. Meanwhile they evaluate it again: who contradicts itself has
 who disagree                              erred
 
