@@ -96,16 +96,18 @@ class Progress:
         return steps.cooling_at(max((self.run.step - begun) / max(1, last - begun) if last is not None else 0,
                                     seconds / (60 * minutes) if minutes else 0))
 
+    def of_step(self, step, sum_loss):
+        """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
+        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        return {"step": step, "tokens": step * self.tokens_a_step,
+                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
+
     def complete_step(self, step, sum_loss, fitness):
-        """The fields of the event of a completed step, whose packed digits are `fitness`. sum_loss: None where no chunk
-        of it read text."""
+        """The fields of the event of a completed step, whose packed digits are `fitness`."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
         self.speed = (self.tokens_a_step + self._written) / seconds
-        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
-        return {"step": step, "tokens": step * self.tokens_a_step,
-                "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit,
-                "updates": self.updates, "reports": len(self._updates),
+        return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
                 "learning_rate": steps.learning_rate(self.cfg, step, fitness), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}

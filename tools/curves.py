@@ -15,6 +15,7 @@ from cluster import history
 from cluster.console import one_line, table
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS, open_file
+from cluster.status import Progress
 from egg_config import explained
 
 POINTS = 1 << 12           # most points of a curve
@@ -103,7 +104,10 @@ def read_curve(path, curve=None):
     # a link may be named by the user, but not lie in the directory
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else os.path.realpath(path)
     curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
-    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:       # a long log has an older part
+    lost = not os.path.lexists(name) and history.holds_run(path)
+    for event in events_of(path) if lost else ():
+        curve.add(event)
+    for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name] * (not lost):       # a long log has an older part
         with explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
             every = 1 + os.path.getsize(part) // READ_WHOLE
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b"")):
@@ -113,6 +117,15 @@ def read_curve(path, curve=None):
     if not curve.steps and not curve.validation:
         raise WatchError(f"{name} holds no step of a run: {ADVICE}")
     return curve
+
+
+def events_of(directory):
+    """Yields the steps that the history of a run tells, whose log is missing. Raises HistoryError."""
+    cfg = egg_config.load(environ={}, saved=history.configuration(directory))
+    with contextlib.closing(history.read_run(cfg, directory)) as run:
+        progress = Progress(cfg, run, None)
+        for step in range(run.start.step, run.step):
+            yield {"event": "step", "elapsed": 0.0, **progress.of_step(step, run.record(step).sum_loss or None)}
 
 
 def _number(value):
