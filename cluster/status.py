@@ -128,13 +128,14 @@ class Progress:
             self._worse = 0 if at == step else self._worse + 1
             if not self._worse:
                 self._loss_then = self.loss
+            poor = best > self.unigram > 0           # than a table of single tokens
             by_heart = (None not in (self.loss, self._loss_then) and self.loss < self._loss_then
-                        and self._worse >= BY_HEART[1] and figure > BY_HEART[0] * best)
+                        and self._worse >= BY_HEART[1] and figure > BY_HEART[0] * best and not poor)
             if self.target and figure <= self.target:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
                 self.enough = f", by --patience {self._worse}: no validation was better than that of step {at}"
-            if step >= LEARNT and best > self.unigram > 0 and "unigram" not in self._advised:
+            if step >= LEARNT and poor and "unigram" not in self._advised:
                 self._advised.add("unigram")
                 self.events.warn(f"step {step}: the model is no better than a table of single tokens, {best:.3f} to "
                                  f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other "

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-from pytest import fixture, mark
+from pytest import approx, fixture, mark
 
 from commands import DEFINES, TEXT, fails, process, run, succeeds
 from recordings import HERE, python
@@ -91,6 +91,21 @@ def test_a_file_system_without_links_locks_and_modes_keeps_a_run(place, compiled
     assert "best.egg" not in os.listdir("r")
     for more in "", "--best":
         assert succeeds(process(f"generate --load-dir r --prompt a --tokens 2 {more}", env=env, cwd=place))
+
+
+def test_a_lost_log_of_events_is_made_up_for(place, compiled):
+    """By the history and the names of snapshots."""
+    succeeds(process("train --save-dir r --steps 4", *DEFINES, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=2", cwd=place))
+    whole = curves.read_curve("r")
+    os.unlink("r/events.jsonl")
+    left = curves.read_curve("r")
+    assert [(*point[:2], approx(point.value, abs=1e-6)) for point in left.loss] == \
+        [(*point[:2], point.value) for point in whole.loss]
+    assert left.steps == 4 and left.units["loss"] == whole.units["loss"]
+    assert "loss, bits/byte, against million tokens" in succeeds(run("plot r")) and "r    4" in succeeds(run("runs r"))
+    shutil.rmtree("r")
+    (place / "r").mkdir()
+    fails(run("plot r"), 1, "r/events.jsonl: No such file")
 
 
 def test_a_run_behind_a_symbolic_link_finds_its_data(place, compiled):
