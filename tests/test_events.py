@@ -119,11 +119,17 @@ def validates(progress, step, figure):
     progress.validated(step, figure, "bits/byte")
 
 
-def test_a_run_that_learns_its_text_by_heart_says_so_once():
+@mark.parametrize("unigram", [2.5, 2.0])
+def test_a_run_that_learns_its_text_by_heart_says_so_once(unigram):
+    """Not one that is poorer than a table of single tokens."""
     progress, told = progress_of_nobody()
+    progress.unigram = unigram
     for step in range(0, 1200, 100):
         progress.loss = 5 - step / 1000
         validates(progress, step, 2.2 + abs(step - 200) / 3000)
+    if unigram == 2.0:
+        assert len(told) == 1 and "no better than a table of single tokens" in told[0]
+        return
     assert len(told) == 1 and told[0].startswith("step 700: the model learns the text by heart")
     assert "best at step 200, 2.200 bits/byte" in told[0]
     validates(progress, 1200, 4.0)                                   # a jump is something else
