@@ -1,18 +1,18 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
 Members of a population come in pairs; a pair's fitness is one ternary digit. (With unit trials, SPEC 21, a chunk is
-some windows, and has one digit for every weight; a step has their sums.) A worker holds a replica of the model. It
-asks for a chunk of the population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the
-chunks of a step, appends the step to the history and answers the next request of every worker with the fitness of all
-pairs, from which the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot
-(cluster.snapshots) and replays the steps after it. The calls, in order; the frames are in capitals,
-and cluster.wire lists their fields (docs/PROTOCOL.md explains them):
+some windows, and has one digit for every weight, of up to 15 values; a step has these, or their sums.) A worker holds a
+replica of the model. It asks for a chunk of the population, evaluates it on its engine and sends the digits, some in a
+byte. The coordinator gathers the chunks of a step, appends the step to the history and answers the next request of
+every worker with the fitness of all pairs, from which the worker's engine makes the same update everywhere. A worker
+that joins late takes a snapshot (cluster.snapshots) and replays the steps after it. The calls, in order; the frames are
+in capitals, and cluster.wire lists their fields (docs/PROTOCOL.md explains them):
 
     worker        Worker.serve                      asks for work: JOB_REQUEST
     coordinator   Coordinator._answer               hands out a chunk: JOB_RESPONSE
     worker        Worker._evaluate                  engine.evaluate makes losses,
                   model.rules.chunk_fitness         these become digits,
-                  model.steps.pack_digits           five digits a byte
+                  model.steps.pack_digits           some digits a byte
                   Worker._result                    makes a RESULT of them,
                   cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
     coordinator   cluster.admission.Session.received takes frames out of what has come

@@ -29,7 +29,7 @@ STATES_KEPT = 8            # steps whose states are remembered
 Author = namedtuple("Author", "name voter")
 # Who answers for a state: a process. Those with one key have one vote for each state that they hold together.
 Process = namedtuple("Process", "name voter id")
-Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of ternary fitness
+Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of digits
 
 
 class Step:

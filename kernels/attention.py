@@ -187,7 +187,6 @@ def attention_kernel(cfg, nz, gpu):
     D = cfg.HEAD_DIM
     HEADS = cfg.N_HEADS
     SHIFT = cfg.SHIFT_ATTN
-    MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH = padded_length(cfg)
     MOST, COPIES = exp_sizes(cfg)
     EXPS = (MOST + 1) * COPIES

@@ -119,7 +119,7 @@ def _store_function(cfg, gpu, shape, pieces, pairs, add):
     return store_inner if shape.kind == "inner" else store_rows
 
 
-def _prepare_function(cfg, gpu, shape, as_column, fill_input):
+def _prepare_function(gpu, shape, as_column, fill_input):
     """Device function: tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128.
     Without a branch, which would make the products wait for each other."""
     COLUMNS = shape.outputs
@@ -168,7 +168,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     begin_tile = begin_tile_function(gpu, begin, ZERO, columns=N)
     place_of = place_function(cfg, RG, True)
     store = _store_function(cfg, gpu, shape, pieces, pairs, add)
-    prepare = _prepare_function(cfg, gpu, shape, as_column, fill_input)
+    prepare = _prepare_function(gpu, shape, as_column, fill_input)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll

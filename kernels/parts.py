@@ -1,5 +1,5 @@
 """What the kernels of the forward passes share: the GPU that they are made for, the types of their arrays, unrolled
-loops, small device functions, and quotients. (The noise of a pair is in kernels.rules.)"""
+loops, small device functions, and quotients. (The noise of a pair is in kernels.noise.)"""
 
 import ast
 import functools
