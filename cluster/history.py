@@ -1,7 +1,7 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
-(SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
-A run that began from an imported model, each epoch of an island, and a run with unit trials is rebuilt from
-the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
+(SPEC 17). A record is on the disk before anybody sees the next step but a worker that has made all of it itself, so a
+completed step is never lost. A run that began from an imported model, each epoch of an island, and a run with unit
+trials is rebuilt from the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
 
 A power cut takes what was not synced, content or name. So no file of a run is removed before what replaces it is on the
 disk: `replacing`, `link_file` and `sync_directory` end with that."""
@@ -238,6 +238,7 @@ class Run:
     beside = ""
     data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
+    _writing = None                          # the Future of its record
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -266,6 +267,7 @@ class Run:
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
+        self.sync()
         if step == self._newest[0]:
             return self._newest[1]
         k = step - self.start.step
@@ -279,42 +281,65 @@ class Run:
 
     def record(self, step):
         """The Record of a completed step."""
+        self.sync()
         return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
+        """Completes the current step. A thread writes it, so that the loop goes on; after `sync` it is on the disk."""
+        self.sync()
+        self._before = self.step, self.seed
+        self._writing = self._writer.submit(self._write, packed, self.step, sum_loss, updates, self.seed)
+        self._advance()
+
+    @functools.cached_property
+    def _writer(self):
+        from concurrent.futures import ThreadPoolExecutor       # here, so that a coordinator starts without it
+        return ThreadPoolExecutor(1)
+
+    def _write(self, packed, step, sum_loss, updates, seed):
+        handle, at = self._file.fileno(), self._offsets[-1]
         body = _compressed(self.cfg, packed)
-        head = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed))
-        data = b"".join((head, body, crc(body)))             # one copy: workers wait
-        handle = self._file.fileno()
-        end = self._offsets[-1]
-        done = 0
-        with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
+        head = with_crc(RECORD.pack(len(body), step, sum_loss, updates, seed))
+        with explained(HistoryError, self._name, f"step {step} is not kept, all before it are; {TO_RETRY}"):
             try:
-                while done < len(data):
-                    done += os.pwrite(handle, data[done:], end + done)
+                for part in head, body, crc(body):
+                    while part:
+                        done = os.pwrite(handle, part, at)
+                        at, part = at + done, part[done:]
+                if self.directory:
+                    os.fsync(handle)
             except OSError:
-                os.ftruncate(handle, end)
+                os.ftruncate(handle, self._offsets[-1])
                 raise
-        self._newest = self.step, body
-        self._advance(len(data))
+        self._newest = step, body
+        self._offsets.append(at)
+
+    @property
+    def on_disk(self):
+        """Whether `sync` would not wait."""
+        return not self._writing or self._writing.done()
 
     def copy(self, directory):
         """Writes the history as it is into another directory. Raises OSError."""
+        self.sync()
         with replacing(directory, FILE) as file:
             self._file.seek(0)
             shutil.copyfileobj(self._file, file, PIECE)
 
     def sync(self):
-        """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
-        if self.directory:
-            with explained(HistoryError, self._name,
-                           f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"):
-                os.fsync(self._file.fileno())
+        """Waits until the appended steps are written and, for a run that is kept, on the disk. After a HistoryError the
+        last of them is gone."""
+        if self._writing:
+            try:
+                self._writing.result()
+            except HistoryError:
+                self._writing, (self.step, self.seed) = None, self._before
+                raise
 
     def begin_epoch(self, start):
         """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
         of the two epochs is on the disk completely. Raises OSError; then nothing has changed."""
+        self.sync()
         # a handover that was interrupted may have left the other name
         link_file(self._name, os.path.join(self.directory, OLD.format(self.start.epoch)))
         for work in self._rewrite(start):
@@ -341,14 +366,18 @@ class Run:
         return digest != before != bytes(32)
 
     def close(self):
-        self._file.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
         The run goes on meanwhile; the steps that have come are copied in the loop."""
+        self.sync()
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
@@ -365,6 +394,7 @@ class Run:
 
             for _ in range(2):               # at the second time what has come during the first
                 yield functools.partial(copy, offsets[-1])
+            self.sync()
             copy(offsets[-1])
             new = open_file(file.name, "r+b")
         self._file = new
@@ -372,8 +402,7 @@ class Run:
         self.start = start
         yield old.close                      # to give gigabytes back takes seconds
 
-    def _advance(self, size):
-        self._offsets.append(self._offsets[-1] + size)
+    def _advance(self):
         self.seed = steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
@@ -397,7 +426,8 @@ class Run:
                     and 0 < record.size <= most
                     and is_intact(self._pread(length, self._offsets[-1] + HEAD), length)):
                 return self._cut_torn_record(HEAD + 4 + most)
-            self._advance(HEAD + length)
+            self._offsets.append(self._offsets[-1] + HEAD + length)
+            self._advance()
 
     def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Where a later one follows it is damage: to cut it would
@@ -637,7 +667,7 @@ def open_directory(cfg, directory, start=None, mend=None):
                 run = _locked_run(cfg, directory, start, lock)
                 run.notices.append(line)
             run.notices += [f"{directory} cannot be locked: see that no other run writes into it" for _ in lacking]
-            run.sync()                       # a coordinator that was killed had perhaps not come to that
+            os.fsync(run._file.fileno())     # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:
             raise HistoryError(f"{directory} is in use by another coordinator: stop it, or change --save-dir") from None

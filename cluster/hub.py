@@ -144,6 +144,26 @@ class Newest(dict):
             del self[next(iter(self))]
 
 
+class Inbox(bytearray):
+    """Bytes that have come. lacks: how many are to come, as far as that is known; the pieces of these are joined when
+    all are there, since a buffer that grows copies what it has."""
+
+    lacks = 0
+
+    def __init__(self):
+        super().__init__()
+        self._pieces = []
+
+    def add(self, piece):
+        if self.lacks > 0:
+            self._pieces.append(piece)
+            if (lacks := self.lacks - len(piece)) > 0:
+                self.lacks = lacks
+                return
+            piece, self._pieces, self.lacks = b"".join(self._pieces), [], 0
+        self += piece
+
+
 class Listener:
     """A socket that listens; accept(sock, address) makes a Connection of each peer."""
 
@@ -224,7 +244,7 @@ class Connection:
         self.sock = sock
         self.traffic = traffic
         self.address = address_text(*address[:2])
-        self.inbox = bytearray()
+        self.inbox = Inbox()
         self.outbox = collections.deque()
         self.moved = [0, 0]                              # bytes that have come, and gone
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
@@ -297,7 +317,7 @@ class Connection:
             self.moved[0] += len(data)
             self.traffic.received += len(data)
             self.heard = time.monotonic()
-            self.inbox += data
+            self.inbox.add(data)
             self.received()
         else:
             self.close()

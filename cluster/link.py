@@ -10,7 +10,7 @@ import threading
 import time
 
 from cluster import auth, history, wire
-from cluster.hub import NetError, reason, resolve, tune
+from cluster.hub import Inbox, NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
 
@@ -55,7 +55,7 @@ class Link:
         self.card = card
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
-        self.inbox = bytearray()
+        self.inbox = Inbox()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
         self._lock = threading.Lock()                # of the socket, which `keep_alive` shares
         self._closed = threading.Event()
@@ -198,7 +198,7 @@ class Link:
                 data = self.sock.recv(1 << 18)
                 if not data:
                     raise ConnectionResetError("the connection was closed")
-                self.inbox += data
+                self.inbox.add(data)
 
     def close(self):
         self._closed.set()

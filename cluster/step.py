@@ -68,6 +68,11 @@ class Step:
         chunks = [self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)]
         return steps.join_digits(self.cfg, chunks, cooling, self._sums)
 
+    def makers(self):
+        """{worker}: those that have delivered, each alone, all that counts."""
+        return {worker for worker, chunks in self.delivered.items() if len(chunks) == self.cfg.N_CHUNKS and all(
+            self.results[chunk].get(worker.author) == outcome for chunk, outcome in self.done.items())}
+
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
         step before. One of these comes first if it is among the next few: a worker that is handed the same chunks in
@@ -157,9 +162,12 @@ class Step:
         outcomes = self.results[chunk]
         if self.alone:                                       # it is believed, also against one that has gone
             outcomes = {author: outcome for author, outcome in outcomes.items() if author in self.authors} or outcomes
-        enough = 1 if len(outcomes) == 1 and (self.alone or chunk not in self.audited) else 2
-        (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0), (None, 0)][:2]
-        if most < enough or most == second:
+        best = next(iter(outcomes.values()), None)
+        if len(outcomes) > 1:                                # else nobody waits for megabytes to be hashed
+            (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0)][:2]
+            if most < 2 or most == second:
+                best = None
+        elif chunk in self.audited and not self.alone:
             best = None
         self._count(chunk, best)
         return {author for author, outcome in outcomes.items() if best and outcome != best}

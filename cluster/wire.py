@@ -53,11 +53,14 @@ class Frame(int):
 
 
 # both versions
-JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
+# whole: 1 if the sender has the digits of every chunk of this step, which it has done itself; digest: of the state at
+# this step, version 2 alone
+JOB_REQUEST = Frame(0, "seed:Q step:Q whole:Q digest")
 # updates: weights changed by the worker's last update, 0 where it has reported them; packed: digits (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
                lambda cfg: cfg.CHUNK_BYTES)
-# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2
+# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2, where one byte, the
+# cooling of the step, stands for what the worker has sent
 JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: cfg.STEP_BYTES)
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
@@ -171,9 +174,9 @@ def name(opcode):
 
 
 def next_frame(buffer, allowed):
-    """Takes the first frame out of a bytearray: a Received, or None while it is incomplete. Raises FrameError, as soon
+    """Takes the first frame out of a hub.Inbox: a Received, or None while it is incomplete. Raises FrameError, as soon
     as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
-    if len(buffer) < HEADER.size:
+    if buffer.lacks > 0 or len(buffer) < HEADER.size:
         return None
     magic, version, opcode, size = HEADER.unpack_from(buffer)
     if magic != MAGIC:
@@ -187,6 +190,7 @@ def next_frame(buffer, allowed):
         raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
     end = HEADER.size + size
     if len(buffer) < end:
+        buffer.lacks = end - len(buffer)
         return None
     payload = bytes(memoryview(buffer)[HEADER.size:end])     # copied once
     del buffer[:end]

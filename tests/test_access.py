@@ -89,7 +89,7 @@ def test_tls(tmp_path, certificates):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=4), save=True, access=access, stay=True, steps=12) as server:
         for one in engine, late:
             server.work(one, access=ours)
-            until(lambda: one.step == 12)
+            until(lambda: one.step == server.shelf.newest == 12)
             assert whole(server.run) == packed and one.digest() == digest
         # by a snapshot of several blocks, through TLS
         assert late.loads == 1

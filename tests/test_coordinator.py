@@ -162,6 +162,18 @@ def test_a_worker_tells_how_long_it_waited_and_received(tmp_path, monkeypatch):
     assert of_kind("link", events(tmp_path))
 
 
+def test_who_has_done_a_whole_step_is_sent_none_of_its_digits(tmp_path):
+    with Server(tmp_path, UNITS) as server:
+        alone, other = Peer2(server, name="alone"), Peer2(server, name="other")
+        alone.works(0, UNITS.N_CHUNKS, packed=bytes(UNITS.CHUNK_BYTES))
+        for whole in 1, 0:                               # 0: it has lost them
+            alone.ask(0, whole=whole)
+            packed = alone.answer().packed
+            assert packed == b"\0" if whole else history.unzip(packed, UNITS.STEP_BYTES) == server.run.fitness(0)
+        other.ask(0, whole=1)
+        assert len(other.answer().packed) > 8            # it has done nothing
+
+
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
     assert did["results/s"] > 300 and did["MB"] < 300, did

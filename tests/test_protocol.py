@@ -18,7 +18,7 @@ import pyzstd
 
 import egg_config
 import egg_net
-from cluster import admission, auth, history, snapshots, status, wire
+from cluster import admission, auth, history, hub, snapshots, status, wire
 from cluster.auth import Access, key_of, read_card
 from cluster.wire import (Frame, FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
                           PROVE, RESULT, V2, VALIDATION, WELCOME, frame)
@@ -144,15 +144,15 @@ def test_the_frame_parser_takes_any_bytes(data, piece):
     """However the bytes come: whole frames, with what was sent, or a FrameError; never more held than the longest frame
     that is allowed."""
     def parse(pieces):
-        buffer, got = bytearray(), []
+        buffer, got = hub.Inbox(), []
         try:
             for part in pieces:
-                buffer += part
+                buffer.add(part)
                 while one := wire.next_frame(buffer, LIMITS):
                     got.append(one)
         except FrameError as error:
             return got, str(error)
-        return got, bytes(buffer)
+        return got, b"".join((buffer, *buffer._pieces))
 
     whole = parse([data])
     assert whole == parse([data[k:k + piece] for k in range(0, len(data), piece)])

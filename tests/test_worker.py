@@ -9,7 +9,7 @@ import numpy as np
 from pytest import mark
 
 import egg_net
-from cluster import dispatch, wire
+from cluster import dispatch, hub, wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import rules, steps
 from model.steps import pack_digits
@@ -136,9 +136,9 @@ def response(seed, step, position, packed=b""):
 def serve_fake(engine, *responses):
     """(number of chunks, requests and results) of a worker that is given these responses to its requests."""
     def serve(sock):
-        buffer = bytearray()
+        buffer = hub.Inbox()
         while data := sock.recv(1 << 16):
-            buffer.extend(data)
+            buffer.add(data)
             while got := wire.next_frame(buffer, wire.limits(CFG)):
                 if got[0] == V2:
                     return
