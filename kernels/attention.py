@@ -246,7 +246,7 @@ def attention_kernel(cfg, nz, gpu):
             else:
                 ptx.copy_commit()
             ptx.copy_wait_but_one()
-            cuda.syncthreads()
+            cuda.syncthreads()                               # the stage of this step is there, whoever copied it
             if works:
                 if r == 0:
                     begin_head(query, tops, dens, high, low, queries, at, head)
@@ -271,7 +271,7 @@ def attention_kernel(cfg, nz, gpu):
                         channel = head * D + d * 16
                         finish(high, low, 8 * d if MANY else 0, dens, reciprocals, drawn,
                                at_noise + channel, a, at + (channel >> 4) * 32, sums)
-            cuda.syncthreads()
+            cuda.syncthreads()                               # all have read it: the next turn fills it
         for half in range(2):
             total = quad_sum(sums[half])
             if works and (lane & 3) == 0:

@@ -522,7 +522,7 @@ def recur_kernel(cfg, nz, gpu, shape):
         store_sums(parts, 0, row, group, sums, q)
         if BULK:
             ptx.proxy_fence()
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the sums of the first product are whole
         for position in range(n):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
             goes_on = tokens[at_token + min(position + 1, n - 1)] != 0
@@ -534,7 +534,7 @@ def recur_kernel(cfg, nz, gpu, shape):
                 store_sums(parts, 1 - matrix, row, group, sums, q)
                 if BULK:
                     ptx.proxy_fence()
-                cuda.syncthreads()
+                cuda.syncthreads()  # so are the next; two places take turns, so one barrier is enough
 
     return Kernel(recur, shape.bytes + (2 * ALL * THREADS * 16 if shape.shared else 0), shape)
 

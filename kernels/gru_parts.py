@@ -265,7 +265,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         first = pair * each
         for i in range(t, H, 256):
             fill_norm(words, bytes_, drawn, first, i)
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the table is whole
         inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
         to = row_of(pair, position, n)
         at_x = to * (H // 4) + q * 2

@@ -233,7 +233,7 @@ def head_kernel(cfg, gpu):
         rg = group // CG
         for i in range(t, EXPS, THREADS):
             exp[i] = exps[i // STRIDE]
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the table is whole
         row, member, slot, sign = place_of(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH

@@ -66,11 +66,11 @@ def build(cfg):
         sums[t] = total
         half = PARTS // 2
         while half > 0:
-            cuda.syncthreads()
+            cuda.syncthreads()                               # the sums of the turn before are whole
             if t < half:
                 sums[t] = add(sums[t], sums[t + half])
             half //= 2
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # so is the last
         norm = add(sqrt(sums[0]), EPS)
         for i in range(t, H * long, PARTS):
             value = div(x[first + i], norm)

@@ -336,7 +336,7 @@ def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
                 ptx.barrier_init(bar + TURN + 8 * i, 128)
             if BULK:
                 ptx.barrier_fence()
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # nobody waits at a barrier before it is made
         if not STREAM and not own_rows and steps > 0 and (not BULK or t % ROW_THREADS == 0):
             fetch_rows(ring, t // ROW_THREADS, first)
         if not BULK or t == 0:
@@ -374,7 +374,7 @@ def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
     def leave(ring, step):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
-            cuda.syncwarp()
+            cuda.syncwarp()                                  # all lanes have read the stage
             if last_to_leave(ring, split(step, STAGES)[1], READERS) and int32(step + STAGES) < int32(ring.steps):
                 fetch(ring, int32(step + STAGES))
             if not BULK:

@@ -66,7 +66,7 @@ def tile_functions(wgmma):
             copy_wait_but_one()
             if wgmma:
                 proxy_fence()
-            cuda.syncthreads()
+            cuda.syncthreads()                               # this stage is there; all have read the one filled now
             if step + 2 < steps:
                 fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, x, x_at + (step + 2) * x_each, x_apart,
                       w, w_at + (step + 2) * w_each, w_apart)

@@ -135,7 +135,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
         for i in range(t, WORDS, 256):
             word = drawn[unit * each + i]
             table[i] = shared_bias(word) if 2 * H <= i < 4 * H else word
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the table is whole
         whole = int32(1)
         for s in range(streams):
             whole = int32(whole & table[WHOLE + s * INPUTS])

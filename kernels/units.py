@@ -97,7 +97,7 @@ def note(e, top, exponents, at, here):
 @device
 def add_counts(here, counts, first):
     """The histogram of the block is added to that of all, from counts[first] on."""
-    cuda.syncthreads()
+    cuda.syncthreads()                                       # all warps have noted their rows
     for i in range(cuda.threadIdx.x, BINS, BLOCK):
         if here[i] > 0:
             cuda.atomic.add(counts, first + i, here[i])
@@ -107,7 +107,7 @@ def add_counts(here, counts, first):
 def cleared(here):
     for i in range(cuda.threadIdx.x, BINS, BLOCK):
         here[i] = 0
-    cuda.syncthreads()
+    cuda.syncthreads()                                       # nobody counts before all is 0
     return here
 
 
@@ -485,7 +485,7 @@ def _attend_kernel(cfg):
                     totals[i] += weight
             for i in range(NEAR):
                 totals[i] = warp_sum(totals[i])
-            cuda.syncwarp()
+            cuda.syncwarp()                                  # the weights of the warp are whole
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + NEAR, 32):
                 for i in range(NEAR):
@@ -508,7 +508,7 @@ def _attend_kernel(cfg):
                 for d in range(DIMENSIONS):
                     read = float64(reads[i * DIMENSIONS + d]) / float64(totals[i])
                     attended[(base + t + i) * (4 * S) + head * D + 32 * d + lane] = clip(int32(read))
-            cuda.syncwarp()
+            cuda.syncwarp()                                  # all lanes have read them
 
     return attend
 
@@ -560,7 +560,7 @@ def _score_kernels(cfg):
                 if lane & 1 == 0:
                     credits[warp, i >> 1] = int32(c & 0xFFFF | other << 16)
             own = ptx.warp_sum(int32(own))
-            cuda.syncwarp()
+            cuda.syncwarp()                                  # the credits of the warp are whole
             first = ((window * HEADS + head) * T + t) * T
             for s in range(lane, t + 1, 32):
                 worth, value = int32(0), (base + s) * 3 * S + 2 * S + head * (D // 4)
@@ -572,7 +572,7 @@ def _score_kernels(cfg):
                 trial = mul(float32(int32(worth - own)), float32(shares[first + s]))
                 trials[first + s] = trial
                 top = max(top, abs(trial))
-            cuda.syncwarp()
+            cuda.syncwarp()                                  # all lanes have read them
         top = top_of(top)
         if lane == 0:
             cuda.atomic.max(trial_tops, window * HEADS + head, ptx.float_bits(top))
@@ -625,7 +625,7 @@ def _through_attention_kernel(cfg):
                             at = square + s * T + t + i
                             later, part = whole(trials[at], less_trial, WINDOW_MOST), int32(shares[at])
                         below[warp, lane, i], above[warp, lane, i], parts[warp, lane, i] = earlier, later, part
-                    cuda.syncwarp()
+                    cuda.syncwarp()                          # trials and shares of the warp are whole
                     at_key = (base + start) * (6 * S) + 2 * S + here
                     for n in range(min(32, t + NEAR - start)):
                         near(at_below, n, g)
@@ -645,7 +645,7 @@ def _through_attention_kernel(cfg):
                             k0[i], k1[i] = int32(k0[i] + g[i] * byte(two, 0)), int32(k1[i] + g[i] * byte(two, 1))
                             v0[i] = ptx.mad_wide(share_[i], int32(credits << 16) >> 16, v0[i])
                             v1[i] = ptx.mad_wide(share_[i], credits >> 16, v1[i])
-                    cuda.syncwarp()
+                    cuda.syncwarp()                          # all lanes have read them
                 if pair < D // 2:
                     for i in range(NEAR):
                         cos, sin = rope[(t + i) * D + 2 * pair], rope[(t + i) * D + 2 * pair + 1]
@@ -699,7 +699,7 @@ def _recurrent_kernels(cfg):
                 word = word_of(h[k])
                 if i & 3 == 0:
                     h_words[k, i >> 2] = word
-            cuda.syncthreads()
+            cuda.syncthreads()                               # h_words are whole, and all have read past_words
             products(acc, weights, u_f, h_words)
             for k in range(TOGETHER):
                 r = (first + k) * n + t
@@ -712,7 +712,7 @@ def _recurrent_kernels(cfg):
                 word = word_of(p)
                 if i & 3 == 0:
                     past_words[k, i >> 2] = word
-            cuda.syncthreads()
+            cuda.syncthreads()                               # past_words are whole, and all have read h_words
             products(acc, weights, u_h, past_words)
             for k in range(TOGETHER):
                 r = (first + k) * n + t
@@ -838,7 +838,7 @@ def _head_kernels(cfg):
         top = ptx.warp_max(top)
         if lane == 0:
             tops[warp] = top
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the largest of each warp are there, and the table
         for k in range(HEAD_WARPS):
             top = max(top, tops[k])
         some, total = int32(0), int64(0)
@@ -852,13 +852,13 @@ def _head_kernels(cfg):
         total = warp_sum(total)
         if lane == 0:
             sums[warp] = total
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the sums of each warp are there
         total = int64(0)
         for k in range(HEAD_WARPS):
             total += sums[k]
         unit, weight = share_unit(total), int32(weights[row])
         table[t] = excess(int32(0), share(exps[t], unit), weight)                # of a distance from the largest logit
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the table of errors is whole
         window, position = row // T, row % T
         here = window * WIDTH + SKIP + 1
         drawn = here + T + position * (TARGETS - 1) - 1      # the first target is the token that follows
@@ -871,7 +871,7 @@ def _head_kernels(cfg):
                 error = int32(table[below(top, four[e])] + int32(random)) >> 16      # as rules.error says
                 values[e] = within(four[e], error) if not RAGGED or j * 4 + e < V else int32(0)
             out[row * (VS // 4) + j] = pack_bytes(values, 0)
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # all errors are written: targets change some
         if t < TARGETS:
             v, wanted = windows[here + position] if t == 0 else windows[drawn + t], int32(0)
             wanted += windows[here + position] == v
@@ -1021,14 +1021,14 @@ def _loudest_kernel():
         counts[part * BINS + t] = 0
         if t == 0:
             best[0] = -1
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the histogram is here, best is -1
         live, reached = int32(0), int32(0)
         for k in range(BINS):
             live += local[k]
             reached += local[k] if k >= t else 0
         if live > 0 and reached >= max((live + (units.LOUD - 1)) // units.LOUD, 1):
             cuda.atomic.max(best, 0, t)
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # the largest that is reached is known
         if t == 0:
             tops[part] = best[0] - units.EXPONENTS if best[0] >= 0 else 0
 
@@ -1073,7 +1073,7 @@ def _vote_kernels(cfg):
             turned = turn4(word_of)
             for e in range(4):
                 turned_words[lane >> 1, warp * 32 + (lane & 1) * 16 + e * 4 + q] = turned[e]
-        cuda.syncthreads()
+        cuda.syncthreads()                                   # what was turned is whole
         for k in range(4):
             group, piece = 4 * k + warp, lane * 4
             to = place(operand_rows, row + cuda.blockIdx.x * 128 + group * 8, cuda.blockIdx.y * 64) + piece

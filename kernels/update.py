@@ -160,7 +160,7 @@ def products_kernel(wgmma):
         last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
         steps = int32((last - first) // DEPTH)
         if steps <= 0:
-            return
+            return                                           # all of the block: nobody waits at a barrier
         plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
         lane = (t >> 5) * (SPLIT * 2) + (t & 31) * 4         # 512 bytes of each eight rows
         acc = cuda.local.array((TALL, SUMS), int32)
