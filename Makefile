@@ -14,8 +14,9 @@ ARGS ?=
 CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); \
 	print((12 if major < 13 else 13) if gpus else 0)')
 
-# whether ARGS says how long
+# whether ARGS says how long, and where
 LIMIT = $(filter --minutes% --steps%,$(ARGS))
+PLACE = $(filter --save-dir%,$(ARGS))
 
 .PHONY: run install prepare test bench clean
 
@@ -23,7 +24,7 @@ run: $(VENV)/ready
 	@to=ckpt-$$(date +%Y%m%d-%H%M%S); \
 	echo "make run: trains $(if $(LIMIT),with $(ARGS),for a minute), the first time after about 20 s of compiling"; \
 	set -x; \
-	exec $(EGG) train $(if $(LIMIT),,--minutes 1) --save-dir $$to $(ARGS)
+	exec $(EGG) train $(if $(LIMIT),,--minutes 1) $(if $(PLACE),,--save-dir $$to) $(ARGS)
 
 install: $(VENV)/ready
 

@@ -113,6 +113,7 @@ def of_constant(usage, help, name):
     return option(usage, f"{help} (default: {name}, {constant.value})", number(constant.kind, *constant.allowed))
 
 
+ALIKE = "(coordinator and workers alike)"
 COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
 MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
@@ -240,10 +241,9 @@ def begun(cfg, args):
 
 
 def what_suits(cfg, args, presets):
-    """A line for a coordinator or a worker, which need the same settings, that has the slow ones as nothing chose; or
-    None."""
+    """A line where nothing chose settings, so that they are the slow ones of d-eggs; else None."""
     if not chosen(args, args.run) and cfg.saved() == egg_config.make(**egg_config.SHIPPED).saved():
-        return f"no preset: the slow settings of d-eggs; {presets} (coordinator and workers alike)"
+        return f"no preset: the slow settings of d-eggs; {presets}"
 
 
 @command("--save-dir", *RUN, "--objective", "--threads", OPEN_PAGE, saved=of_directory_or_machine)
@@ -314,7 +314,7 @@ def coordinator(cfg, args):
     with begun(cfg, args):
         done = egg_net.run_coordinator(
             cfg, args.host, args.port, console=console, access=access, http=page(args, access), island=island,
-            **of_the_run(args), hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+            **of_the_run(args), hint=what_suits(cfg, args, f"--preset best suits GPUs, --preset laptop CPUs {ALIKE}"))
     invite_to_continue(done.run.directory, console)
 
 
@@ -334,7 +334,7 @@ def worker(cfg, args):
         return
     access, device = access_to(args), hardware.one_device(cfg, args.gpu)
     console = Console()
-    if hint := what_suits(cfg, args, f"--preset {hardware.preset(cfg)} suits this machine"):
+    if hint := what_suits(cfg, args, f"--preset {hardware.preset(cfg)} suits this machine {ALIKE}"):
         console.line(hint)
     from tools import train
     train.work(cfg, args.host, args.port, device, args.threads, console, access, args.name, args.objective)
@@ -541,6 +541,8 @@ def arch(cfg, args):
     from tools import debug, train
     say = Printer().line
     say(debug.architecture(cfg))
+    if hint := what_suits(cfg, args, f"train takes --preset {hardware.preset(cfg)} here"):
+        say(hint)
     if hardware.devices(cfg) == ["cpu"] and sum(history.sizes(cfg)) <= UNASKED:
         train.measure(cfg, say)
 
@@ -579,6 +581,8 @@ def bench(cfg, args):
 
     example: python egg.py bench --preset best"""
     numpy_threads(args.threads)
+    if hint := what_suits(cfg, args, f"train takes --preset {hardware.preset(cfg)} here"):
+        Printer().line(hint)
     from tools import bench
     bench.bench(cfg, hardware.one_device(cfg, args.gpu), args.threads)
 

@@ -911,7 +911,7 @@ def run_coordinator(cfg, host=None, port=None, *, console=None, watch=nothing, h
     SIGTERM. host: see auth.listen_host; port: default cfg.PORT; watch(coordinator): called several times a second;
     hint: a line at the start, or None; options: see `opened_coordinator`. Returns its Progress. Raises EggError."""
     console, port = console or Console(), cfg.PORT if port is None else port
-    with opened_coordinator(cfg, host, port, console, **options) as coordinator, stop_signals() as stopped:
+    with stop_signals() as stopped, opened_coordinator(cfg, host, port, console, **options) as coordinator:
         run, access = coordinator.run, coordinator.access
         place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
         who = "with a secret" if access.secret else \

@@ -66,6 +66,7 @@ def test_what_holds_no_run_is_one_line(here):
     example(here / "long")
     os.symlink("long", "link")                                   # the user's own name of a log may be a link
     assert read_curve("link").steps == 300
+    assert "left out: " in succeeds(run("plot", "empty", "long", "dir"))
 
 
 ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",

@@ -147,7 +147,14 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps", with `log`
     on a logarithmic axis. out: file of the picture; None: `printer` (a console.Printer) gets lines. Raises
     WatchError."""
-    curves = [read_curve(run) for run in runs]
+    curves = []
+    for number, run in enumerate(runs, 1):
+        try:
+            curves.append(read_curve(run))
+        except WatchError as error:
+            if number == len(runs) and not curves:
+                raise
+            printer.line(f"left out: {error}")
     charts = charts_of(curves, x, log)
     if not charts:
         raise WatchError("no step has a place on a logarithmic axis yet: leave --log out")

@@ -300,8 +300,9 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
     if data.validation is None and (options.get("target") or options.get("patience")):
         raise UsageError("--target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY above 0")
     access = auth.Access(os.urandom(32))             # a random secret keeps other processes of this machine out
-    with egg_net.opened_coordinator(cfg, "127.0.0.1", 0, console, steps=steps, minutes=minutes, peers=False,
-                                    access=access, **options) as coordinator:
+    with (stop_signals() as stopped,
+          egg_net.opened_coordinator(cfg, "127.0.0.1", 0, console, steps=steps, minutes=minutes, peers=False,
+                                     access=access, **options) as coordinator):
         run, events = coordinator.run, coordinator.events
         references = print_references(cfg, data, console, events.emit)
         coordinator.progress.unigram = references.get("unigram", 0.0)
@@ -315,8 +316,7 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
                      "nothing of this run is kept: --save-dir DIR keeps it")
         if coordinator.page:
             console.line(coordinator.page.invitation())
-        with (stop_signals() as stopped,
-              contextlib.closing(Training(coordinator, devices, threads, objective)) as training):
+        with contextlib.closing(Training(coordinator, devices, threads, objective)) as training:
             while not coordinator.finished and not stopped:
                 coordinator.poll()
                 training.watch()
