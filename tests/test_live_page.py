@@ -197,9 +197,10 @@ def test_requests_that_cannot_be_served_end_their_connection_alone(server, capfd
 
 
 def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
+    monkeypatch.setattr(live_page.Client, "timeout", 1000)           # none of them leaves by itself
     idle = [connect(server) for _ in range(3 * live_page.MOST_CLIENTS)]
     assert ask(server)[0] == 200 and Peer(server).chunk(0) == 0
-    until(lambda: threading.active_count() < live_page.MOST_CLIENTS + 10, 5)
+    until(lambda: threading.active_count() < live_page.MOST_CLIENTS + 10)
     assert idle[0].recv(1) == b""
     monkeypatch.setattr(live_page.Client, "timeout", 0.1)
     with connect(server) as silent:
