@@ -10,7 +10,7 @@ from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept
 from engine.cpu_rules import f32, fma, i32, momentum, njit, rule, step, u32
 from engine.simd import PANEL, ROWS, chain_tile, local
 from model import parameters, units
-from model.rules import MUON_EPS, MUON_PARTS
+from model.rules import ADAMW, MUON_EPS, MUON_PARTS
 
 mixed, halves = rule(parameters.mixed), rule(parameters.halves)
 MOVED = 256                 # weights that are moved in vectors
@@ -234,17 +234,23 @@ def apply_votes(o, votes, directions, weights, moments, first, end):
     """Moves weights first..end - 1 of int8 [n] by their votes int32 [n]; moments float32 [n, 3] (m, v, acc).
     directions: float32 [n], those of Muon, or empty."""
     m, v, acc = local(MOVED, f32), local(MOVED, f32), local(MOVED, f32)
+    w, to = local(MOVED, i32), local(MOVED, f32)
     for at in range(first, end, MOVED):
-        n, vote, direction = min(MOVED, end - at), votes[at:], directions[at:]
+        n, vote = min(MOVED, end - at), votes[at:]
         some, its = weights[at:], moments[at:]
         for i in range(n):
-            m[i], v[i], acc[i] = its[i, 0], its[i, 1], its[i, 2]
+            m[i], v[i], acc[i], w[i] = its[i, 0], its[i, 1], its[i, 2], some[i]
+            to[i] = directions[at + i] if directions.size else f32(0)
+        if o.rule == ADAMW:                          # known in the loop, which is vectorised for that
+            for i in range(n):
+                move, m[i], v[i], acc[i] = step(o, vote[i], to[i], w[i], m[i], v[i], acc[i])
+                w[i] += move
+        else:
+            for i in range(n):
+                move, m[i], v[i], acc[i] = step(o, vote[i], to[i], w[i], m[i], v[i], acc[i])
+                w[i] += move
         for i in range(n):
-            to = direction[i] if directions.size else f32(0)
-            move, m[i], v[i], acc[i] = step(o, vote[i], to, i32(some[i]), m[i], v[i], acc[i])
-            some[i] += move
-        for i in range(n):
-            its[i, 0], its[i, 1], its[i, 2] = m[i], v[i], acc[i]
+            its[i, 0], its[i, 1], its[i, 2], some[i] = m[i], v[i], acc[i], w[i]
 
 
 @njit
