@@ -260,8 +260,9 @@ class CpuEngine:
         self._spread(t.size, 4 * t.size, cpu_votes.apply_votes, o, votes, directions, weights, moments)
         moved = weights != before
         if cfg.ADAPTIVE_NOISE_MODE:                          # the overlay rule of SPEC 9
-            of = moved.reshape(-1, t.cols, 4 if t.matrix else 1)
-            for at, its in [(t.overlay_a, of.any((0, 2)))] + [(t.overlay_b, of.any(1).ravel())] * t.matrix:
+            words = moved.view(np.uint32 if t.matrix else np.uint8).reshape(-1, t.cols)       # four rows in each
+            of_rows = np.bitwise_or.reduce(words, 1).view(np.bool_)
+            for at, its in [(t.overlay_a, words.any(0))] + [(t.overlay_b, of_rows)] * t.matrix:
                 part = self._model.overlay[at:at + its.size]
                 part[:] = np.clip(part + np.where(its, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC), -127, 127)
         self._pack(t)
