@@ -238,7 +238,7 @@ class Run:
     beside = ""
     data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
-    _writing = None                          # the Future of its record
+    _writer = _writing = None                # the thread that writes it, and the Future of its record
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -287,14 +287,12 @@ class Run:
     def append(self, packed, sum_loss, updates):
         """Completes the current step. A thread writes it, so that the loop goes on; after `sync` it is on the disk."""
         self.sync()
+        if not self._writer:
+            from concurrent.futures import ThreadPoolExecutor       # here, so that a coordinator starts without it
+            self._writer = ThreadPoolExecutor(1)
         self._before = self.step, self.seed
         self._writing = self._writer.submit(self._write, packed, self.step, sum_loss, updates, self.seed)
         self._advance()
-
-    @functools.cached_property
-    def _writer(self):
-        from concurrent.futures import ThreadPoolExecutor       # here, so that a coordinator starts without it
-        return ThreadPoolExecutor(1)
 
     def _write(self, packed, step, sum_loss, updates, seed):
         handle, at = self._file.fileno(), self._offsets[-1]
@@ -370,6 +368,8 @@ class Run:
             self.sync()
         finally:
             self._file.close()
+            if self._writer:
+                self._writer.shutdown()
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None

@@ -5,8 +5,8 @@
 #   check      the tests that need a GPU, in PARTS processes (4) with a cache of kernels each
 #   sanitize   memcheck and racecheck of the CUDA toolkit
 #   speed      egg.py bench of every preset
-#   learn      the preset best for SECONDS_EACH ("10 30 100"), with every ISLAND_SEED of SEEDS ("0 1 2"). TEXT: a directory
-#              that egg.py prepare has filled, default the shipped text; DEFINES: more of -D NAME=VALUE
+#   learn      the preset best for SECONDS_EACH ("10 30 100"), with every ISLAND_SEED of SEEDS ("0 1 2"). TEXT: a
+#              directory that egg.py prepare has filled, default the shipped text; DEFINES: more of -D NAME=VALUE
 set -u
 cd "$(dirname "$0")/.."
 python=${1:?which Python?}
