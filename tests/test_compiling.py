@@ -29,7 +29,8 @@ CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), STEP, "full_
          ("transforms and Muon", (8, 6), REPORT, "embed"),
          ("gru", (8, 0), STEP, r"pack|norm|product\b|recur|head"),
          ("transforms and Muon", (8, 0), STEP, "muon|embed|optimize"),
-         *((model, cc, STEP, "") for model in ("units", "units of a transformer") for cc in ((8, 6), (9, 0)))]
+         *((model, cc, STEP, names) for model in ("units", "units of a transformer")
+           for cc, names in (((8, 6), ""), ((9, 0), "pack|product|inner|scaled")))]
 # arithmetic as IEEE 754 has it, of kernels whose floats must be those of every other machine
 ROUNDED = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
 UPDATE = "optimize|muon"                    # with fused operations where the rule has them
