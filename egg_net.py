@@ -86,6 +86,7 @@ class Worker:
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
+        self.joined = None, b""              # the last ones of a whole step, how it was cooled, and its bytes
         self.cooling = 0                     # of the step before (model.steps)
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
@@ -187,8 +188,11 @@ class Worker:
         return result
 
     def _joined(self, cooling):
-        """bytes: the step, all of whose chunks were done here."""
-        return steps.join_digits(self.cfg, [self.done[first] for first in sorted(self.done)], cooling)
+        """bytes: the step, all of whose chunks were done here. Sums of many chunks are made once."""
+        chunks = tuple(self.done[first] for first in sorted(self.done)), cooling
+        if self.joined[0] != chunks:
+            self.joined = chunks, steps.join_digits(self.cfg, *chunks)
+        return self.joined[1]
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""

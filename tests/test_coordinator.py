@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import re
 import signal
 import threading
@@ -33,7 +34,8 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     # so that it is larger than events.jsonl, which grows too
     filled(tmp_path, 60)
     size = (tmp_path / history.FILE).stat().st_size
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250},) * 2)\n"
+    limit = ("import resource, sys; sys.dont_write_bytecode = True\n"           # it would be cut, and stay so
+             f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250},) * 2)\n")
     coordinator, port = coordinator_process(tmp_path, before=limit)
     work_in_thread(port, FakeEngine(pause=0.001), retry=True)
     _, err = coordinator.communicate(timeout=60)
@@ -172,11 +174,32 @@ def test_who_has_done_a_whole_step_is_sent_none_of_its_digits(tmp_path):
             assert packed == b"\0" if whole else history.unzip(packed, UNITS.STEP_BYTES) == server.run.fitness(0)
         other.ask(0, whole=1)
         assert len(other.answer().packed) > 8            # it has done nothing
+    with Server(tmp_path / "alone", UNITS, steps=8, stay=True) as server:
+        server.work(engine := FakeEngine(UNITS))
+        until(lambda: engine.step == 8)
+        assert server.progress.traffic.sent < UNITS.STEP_BYTES and engine.digest() == expected(8, UNITS)[1]
+
+
+def test_only_who_has_done_a_whole_step_goes_on_before_it_is_on_the_disk(tmp_path, monkeypatch):
+    disk, fsync = threading.Event(), os.fsync
+    with Server(tmp_path, UNITS, save=True) as server:
+        alone, other = Peer2(server, name="alone"), Peer2(server, name="other")
+        monkeypatch.setattr(os, "fsync", lambda handle: disk.wait(60) and fsync(handle))
+        alone.works(0, UNITS.N_CHUNKS, packed=bytes(UNITS.CHUNK_BYTES))
+        alone.ask(0, whole=1)
+        assert alone.answer().packed == b"\0" and alone.chunk(1) == 0
+        other.ask(0)
+        assert other.silent() and "Step 0" not in server.said
+        disk.set()
+        assert other.answer().step == 1
+        server.says("Step 0 ")
+
 
 
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
-    assert did["results/s"] > 20 and did["MB"] < 300, did
+    # 300 results a second of one core, whatever else runs on it
+    assert did["CPU ms a result"] < 10 / 3 and did["MB"] < 300, did
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
