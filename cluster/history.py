@@ -325,8 +325,8 @@ class Run:
             shutil.copyfileobj(self._file, file, PIECE)
 
     def sync(self):
-        """Waits until the appended steps are written and, for a run that is kept, on the disk. Raises HistoryError; after
-        any error the last of them is gone."""
+        """Waits until the appended steps are written and, for a run that is kept, on the disk. Raises HistoryError;
+        after any error the last of them is gone."""
         if self._writing:
             try:
                 self._writing.result()
