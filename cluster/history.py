@@ -723,7 +723,7 @@ def _compressed(cfg, packed):
     import pyzstd                                    # here, so that a coordinator starts without it
     if cfg.PERTURB == "weights":
         return pyzstd.compress(packed, 1)
-    if not cfg.SUMMED:                               # of `best` in a fifth of the time: every worker waits for it
+    if not cfg.SUMMED:                               # of `best` in a fifth of the time: workers may wait for it
         return pyzstd.compress(packed, -1)
     # sums have no repetitions: to look for few of them leaves the entropy coder, in half the time
     few = pyzstd.CParameter
