@@ -100,6 +100,8 @@ ADAPTIVE_THRESHOLD_ALPHA = 0.1   # 0.0 to 100.0  | run     | their threshold, as
 #                                                            differences
 VOTE_LEVELS = 1                  # 1 to 7        | run     | with unit trials: the largest digit of a weight: more
 #                                                            learn more, and take more bytes
+LOCAL_STEPS = 1                  # 1 to 1024     | run     | with unit trials: updates that a chunk makes for itself
+#                                                            before it sends how its weights moved; needs VOTE_LEVELS 7
 FAST_FITNESS = 0                 # 0, 1          | run     | 1: the sign of the difference, without filter and threshold
 SOFT_TARGETS = ()                # contexts 0 to 7 | run   | first step:context, ...; a position is scored against 8
 #                                                            tokens that follow the same context (number of tokens)
@@ -198,18 +200,18 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 50:0.463, 100:0.433, 150:0.408, 200:0.387, 300:0.354, 450:0.316, 600:0.289, 900:0.25, "
                     "1200:0.224, 1800:0.189, 2700:0.158, 4000:0.132, 6000:0.109, 10000:0.086, 20000:0.061",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # For minutes on one large GPU: 512 windows a step. Queries and keys are as long as amax makes them, whatever their
+    # For minutes on large GPUs: two chunks, so that two can share a step, of 16 updates by 512 windows each. Queries and keys are as long as amax makes them, whatever their
     # weights: SHIFT_ATTN makes their scores as large as those of a new float model. Muon moves the matrices between
     # hidden units: with digits AdamW learns far less in four layers. Without decay weights grow until units are cut.
-    # The rate falls with the root of the steps, and before a planned end to a twentieth (model.steps).
+    # The rate falls with the root of the updates, and before a planned end to a twentieth (model.steps).
     "best": dict(
         PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.25, VOTE_LEVELS=7, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11,
-        CHUNK_SIZE=512, POPULATION_SIZE=512, USE_MUON=1, MUON_LR_SCALE=5.0, ADAM_BETA1=0.5, ADAM_BETA2=0.99,
-        ADAM_WEIGHT_DECAY=0.002,
-        LR_SCHEDULE="0:0.25, 100:0.232, 200:0.217, 400:0.194, 600:0.177, 800:0.164, 1000:0.153, 1500:0.134, 2000:0.12, "
-                    "3000:0.102, 4500:0.086, 7000:0.07, 10000:0.06",
-        VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=250),
+        CHUNK_SIZE=512, POPULATION_SIZE=1024, LOCAL_STEPS=16, USE_MUON=1, MUON_LR_SCALE=5.0, ADAM_BETA1=0.5,
+        ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.002,
+        LR_SCHEDULE="0:0.325, 100:0.302, 200:0.282, 400:0.252, 600:0.23, 800:0.213, 1000:0.199, 1500:0.174, "
+                    "2000:0.156, 3000:0.133, 4500:0.112, 7000:0.091, 10000:0.078",
+        VALIDATE_EVERY=5, SAMPLE_EVERY=5, SNAPSHOT_EVERY=10),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
     # learn more than nano-egg's own settings, which are OPTIMIZER=ztest SIGMA_SHIFT=4 FAST_FITNESS=1.
@@ -256,7 +258,7 @@ SHIPPED = """
     HOST_GAUSSIAN=0 DEVICE_GAUSSIAN=0 HOST_MASK=15 DEVICE_MASK=15 NOISE_REUSE=1 ADAPTIVE_NOISE_MODE=1
     ADAPTIVE_NOISE_INIT=64 ADAPTIVE_NOISE_INC=5 ADAPTIVE_NOISE_DEC=1 PERTURB=weights LOSS=deggs USE_SAME_DATA=0
     CHUNK_MEAN_FILTER=1 CHUNK_MEAN_EXPONENT=1.2 USE_ADAPTIVE_THRESHOLD=1
-    ADAPTIVE_THRESHOLD_ALPHA=0.1 VOTE_LEVELS=1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
+    ADAPTIVE_THRESHOLD_ALPHA=0.1 VOTE_LEVELS=1 LOCAL_STEPS=1 FAST_FITNESS=0 SOFT_TARGETS= OPTIMIZER=adamw
     LR_SCHEDULE=0:0.5,100:0.25,200:0.125 ADAM_BETA1=0.9 ADAM_BETA2=0.95 ADAM_EPS=1e-08 ADAM_WEIGHT_DECAY=0.01
     ZTEST_ALPHA=4.0 USE_CLT=1 USE_MUON=0 MUON_MOMENTUM=0.85 MUON_LR_SCALE=1.0 MUON_NS=quintic OBJECTIVE=
     OBJECTIVE_TEXTS=8 TEXT_SHARE=0.35 OBJECTIVE_SECONDS=60.0 ISLAND_SEED=0 GOSSIP_RATE=0.01 MERGE=clone
@@ -272,8 +274,8 @@ FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy",
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "VOTE_LEVELS": 1, "OBJECTIVE": "", "OBJECTIVE_TEXTS": 8,
-         "TEXT_SHARE": 0.35}
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "VOTE_LEVELS": 1, "LOCAL_STEPS": 1, "OBJECTIVE": "",
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
 GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 # what runs and workers with unit trials say beside their constants: how the votes of a step are stored and sent
@@ -666,11 +668,15 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        need(cfg.POPULATION_SIZE * cfg.VOTE_LEVELS < cfg.CHUNK_SIZE << 15, "POPULATION_SIZE",
-             "must be less than 32,768 / VOTE_LEVELS chunks with PERTURB = units: sums of digits are of 16 bits")
+        need(_largest_sum(cfg) < 1 << 15, "POPULATION_SIZE",
+             ("must be less than 91 chunks with LOCAL_STEPS" if cfg.LOCAL_STEPS > 1 else
+              "must be less than 32,768 / VOTE_LEVELS chunks with PERTURB = units") + ": sums of digits are of 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
+    if cfg.LOCAL_STEPS > 1:
+        for name, value in ("PERTURB", "units"), ("VOTE_LEVELS", 7), ("OBJECTIVE", ""):
+            need(getattr(cfg, name) == value, name, f"must be {value or 'empty'} with LOCAL_STEPS above 1")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
@@ -682,10 +688,17 @@ def digits_a_byte(values):
     return int(math.log(256, values))
 
 
+def _largest_sum(cfg):
+    """int: the largest sum of the terms of a step's digits (model.steps.terms)."""
+    chunks = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
+    return (4 * chunks + 3) * chunks if cfg.LOCAL_STEPS > 1 else cfg.VOTE_LEVELS * chunks
+
+
 def _derive(cfg):
     cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
+    cfg.STEP_TOKENS = cfg.POPULATION_SIZE * cfg.LOCAL_STEPS * cfg.SEQ_LEN       # that are evaluated
     cfg.MEMBERS = 2 if cfg.PERTURB == "weights" else 1          # of a window: a pair, or the window itself
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.MEMBERS // (cfg.GROUP_SIZE // 2)
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
@@ -702,7 +715,8 @@ def _derive(cfg):
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // each) * each
     cfg.CHUNK_BYTES = -(-cfg.CHUNK_DIGITS // each)
     cfg.SUMMED = cfg.PERTURB == "units" and cfg.N_CHUNKS > 2    # two chunks: sums would save little, and take time
-    cfg.WIDE_SUMS = cfg.N_CHUNKS * cfg.VOTE_LEVELS > 127        # int16
+    cfg.LARGEST_SUM = _largest_sum(cfg)
+    cfg.WIDE_SUMS = cfg.LARGEST_SUM > 127                       # int16
     copies = (1 + cfg.WIDE_SUMS) * each if cfg.SUMMED else cfg.N_CHUNKS
     cfg.STEP_BYTES = -(-cfg.N_PAIRS // each) if cfg.PERTURB == "weights" else 1 + cfg.CHUNK_BYTES * copies
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit

@@ -184,7 +184,7 @@ class Worker:
         self.rebuilt = False
         self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
-                              f"{self.speed * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
+                              f"{self.speed * self.cfg.LOCAL_STEPS * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
 
     def _joined(self, cooling):

@@ -29,7 +29,7 @@ FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} 
            "down": "{:,.0f} B", "idle": "{:.0%}"}
 MUCH_WORSE = 1.15          # times the best validation so far
 BY_HEART = 1.02, 5         # times the best validation, and validations since, where the loss has fallen all the while
-LEARNT = 300               # steps after which a model is better than a table of single tokens
+LEARNT = 300               # updates after which a model is better than a table of single tokens
 RISEN = 0.15               # bits that language may lose to rewards before advice is due
 AS_HIGH = 0.1              # share by which the reward with other rows is less, where the prompt does not matter
 # {figure beside the reward: what it is called when that halves, what to change}
@@ -37,6 +37,7 @@ VARIETY, SHORT = "a lower TEMPERATURE, or reward variety", "a reward that such t
 SHRINKS = (("distinct_texts", "variety has halved", VARIETY), ("distinct_words", "variety has halved", VARIETY),
            ("words_a_text", "texts have become short", SHORT), ("letters_a_text", "texts have become short", SHORT))
 MOST_EXCHANGE = 0.1        # share of a worker's time in which its bytes may be on their way
+MOST_LOCAL_STEPS = 64       # that are advised: with more, chunks that add their moves have little in common
 MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 
@@ -59,7 +60,6 @@ class Progress:
         self.cfg = cfg
         self.run = run
         self.events = events
-        self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step = run.step
         self.validations = []
         self.rewards = []
@@ -90,25 +90,27 @@ class Progress:
         return max(self._updates, default=0)
 
     def cooling(self, last, minutes):
-        """That of the step that ends (model.steps), of a run that is planned up to step `last`, for so many minutes, or
-        neither: None."""
+        """What the step that ends says (model.steps), of a run that is planned up to step `last`, for so many minutes,
+        or neither: None."""
+        step = self.run.step + (self.cfg.LOCAL_STEPS > 1)
         begun, seconds = self.first_step, time.monotonic() - self.started if self.started else 0
-        return steps.cooling_at(max((self.run.step - begun) / max(1, last - begun) if last is not None else 0,
+        return steps.cooling_at(max((step - begun) / max(1, last - begun) if last is not None else 0,
                                     seconds / (60 * minutes) if minutes else 0))
 
     def of_step(self, step, sum_loss):
         """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
-        self.loss = sum_loss and sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
-        return {"step": step, "tokens": step * self.tokens_a_step,
+        self.loss = sum_loss and sum_loss / (self.cfg.STEP_TOKENS * 16 * self.cfg.LOSS_SCALE)
+        return {"step": step, "tokens": step * self.cfg.STEP_TOKENS,
                 "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
 
     def complete_step(self, step, sum_loss, fitness):
         """The fields of the event of a completed step, whose packed digits are `fitness`."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        self.speed = (self.tokens_a_step + self._written) / seconds
+        self.speed = (self.cfg.STEP_TOKENS + self._written) / seconds
         return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": steps.learning_rate(self.cfg, step, fitness), "seconds": round(seconds, 6),
+                "learning_rate": steps.learning_rate(
+                    self.cfg, step * self.cfg.LOCAL_STEPS, steps.cooling_of(self.cfg, fitness)), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 
@@ -135,7 +137,7 @@ class Progress:
                 self.enough = f", as the validation has come to {figure:.4f} {unit}"
             elif self.patience and self._worse >= self.patience:
                 self.enough = f", by --patience {self._worse}: no validation was better than that of step {at}"
-            if step >= LEARNT and poor and "unigram" not in self._advised:
+            if step * self.cfg.LOCAL_STEPS >= LEARNT and poor and "unigram" not in self._advised:
                 self._advised.add("unigram")
                 self.events.warn(f"step {step}: the model is no better than a table of single tokens, {best:.3f} to "
                                  f"{self.unigram:.3f} {unit}: begin again with a larger rate (LR_SCHEDULE), other "
@@ -197,13 +199,16 @@ class Progress:
         if exchange <= MOST_EXCHANGE or "exchange" in self._advised:
             return
         self._advised.add("exchange")
-        times = min(math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE),
-                    egg_config.most_windows(cfg) // cfg.CHUNK_SIZE)
+        times = math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE)
+        if cfg.PERTURB == "units" and not cfg.OBJECTIVE:
+            possible, settings = times * cfg.LOCAL_STEPS <= MOST_LOCAL_STEPS, f"LOCAL_STEPS={times * cfg.LOCAL_STEPS}"
+            settings += " -D VOTE_LEVELS=7" * (cfg.VOTE_LEVELS != 7)
+        else:
+            possible = times * cfg.CHUNK_SIZE <= egg_config.most_windows(cfg)
+            settings = f"CHUNK_SIZE={times * cfg.CHUNK_SIZE} -D POPULATION_SIZE={times * cfg.POPULATION_SIZE}"
         self.events.warn(f"worker {title}: {exchange:.0%} of its time goes into {up / 1e6:.2f} MB/s up and "
                          f"{down / 1e6:.2f} MB/s down: " + (
-                             f"a new run with -D CHUNK_SIZE={times * cfg.CHUNK_SIZE} -D POPULATION_SIZE="
-                             f"{times * cfg.POPULATION_SIZE} sends less often, with -D VOTE_LEVELS=1 less"
-                             if times > 1 else
+                             f"a new run with -D {settings} sends less often" if possible else
                              "chunks are as large as they can be: make an island of it (docs/ISLANDS.md)"), peer=True)
 
     def _measured(self, known, kind, step, value, line=None, **details):
@@ -215,7 +220,7 @@ class Progress:
         known.append((step, value, *details.values()))
         if any(self.run.held_out):
             details["of"] = self.run.held_out.hex()[:16]
-        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
+        self.events.emit(kind, line, step=step, tokens=step * self.cfg.STEP_TOKENS, value=round(value, 6), **details)
         return True
 
     @property
@@ -225,7 +230,7 @@ class Progress:
 
     def summary(self):
         """str: what the coordinator did."""
-        tokens = (self.run.step - self.first_step) * self.tokens_a_step
+        tokens = (self.run.step - self.first_step) * self.cfg.STEP_TOKENS
         speed = f" in {self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
         return f"\nsteps {self.first_step} to {self.run.step}: {count_text(tokens)} tokens evaluated{speed}"
 

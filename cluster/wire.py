@@ -212,7 +212,7 @@ def read_result(cfg, n_weights, payload):
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
-    tokens = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE
+    tokens = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOCAL_STEPS * cfg.LOSS_SCALE
     most = 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
     if (not -16 * tokens <= result.sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS)
             or result.updates > n_weights):

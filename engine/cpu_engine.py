@@ -6,6 +6,7 @@ once on a machine and serve every configuration.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -79,7 +80,10 @@ class CpuEngine:
         self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
         self._units = self._unit_votes(cfg) if cfg.PERTURB == "units" else None
-        self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
+        # of the updates that a chunk makes for itself
+        self._local = CpuEngine(cfg.changed(LOCAL_STEPS=1), tokens, threads) if cfg.LOCAL_STEPS > 1 else None
+        self._tensors = parameters.tensors(cfg)
+        self._followers = soft_targets.Tables(cfg, None if self._local else tokens)
         count = len(parameters.table(cfg))
         self._table = np.zeros((2 * count, cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
@@ -176,7 +180,7 @@ class CpuEngine:
 
     def begin(self, first, count):
         """Begins with an evaluation of this step on the other threads. Two may be begun."""
-        if (first, count) in self._begun:
+        if (first, count) in self._begun or self._local:
             return
         if len(self._begun) > 1:
             self._stop(next(iter(self._begun)))
@@ -206,10 +210,35 @@ class CpuEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of
         a chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
+        if self._local:
+            return self._short_run(first, count)
         self.begin(first, count)
         pool, job = self._begun.pop((first, count))
         results = job.finish()
         return self._units.chunk(results, pool) if pool else np.concatenate(results)
+
+    def _short_run(self, first, count):
+        """(bytes, int): the packed digits and the loss of a chunk that makes updates for itself (SPEC 23)."""
+        cfg, local, before, loss = self.cfg, self._local, self.state(), 0
+        local.load(dataclasses.replace(before, step=before.step * cfg.LOCAL_STEPS))
+        for _ in range(cfg.LOCAL_STEPS):
+            packed, its = local.evaluate(first, count)
+            digits = rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES).astype(np.int32)
+            local._advance(steps.learning_rate(cfg, local.step, before.overlay[0]),
+                           (digits[t.span] for t in self._tensors))
+            loss += its
+        after, digits = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8)
+        rate = self._rate()
+        for t in self._tensors:
+            self._spread(t.size, 4 * t.size, cpu_votes.moves, rules.update_constants(cfg, rate, t),
+                         before.weights[t.span], before.moments[t.span], after.weights[t.span], after.moments[t.span],
+                         digits[t.span])
+        return self._units.packed(digits), loss
+
+    def _rate(self, cooling=0):
+        """float: the rate of this step. With LOCAL_STEPS, its cooling is what the step before said."""
+        local = self.cfg.LOCAL_STEPS
+        return steps.learning_rate(self.cfg, self.step * local, cooling if local == 1 else self._model.overlay[0])
 
     def vote(self, first, windows, advantages, counted, temperature):
         """bytes: the packed digits of a chunk of windows int32 [n, T + 1], from number `first` of this step on, at a
@@ -226,9 +255,7 @@ class CpuEngine:
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
         the step (steps.join_digits)."""
-        self._stop()
-        cfg = self.cfg
-        rate = steps.learning_rate(cfg, self.step, fitness)
+        cfg, cooling = self.cfg, steps.cooling_of(self.cfg, fitness)
         if self._units:
             sums = rules.step_votes(cfg, fitness)
             votes = (sums[t.span] for t in self._tensors)
@@ -238,8 +265,17 @@ class CpuEngine:
             seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
             signs = digits[voting].astype(np.int32)
             votes = (self._votes(t, seeds, signs) for t in self._tensors)
-        changed = sum(self._move(t, rules.update_constants(cfg, rate, t), its) for t, its in zip(self._tensors, votes))
-        self.seed = steps.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        changed = self._advance(self._rate(cooling), votes)
+        if self._local:
+            self._model.overlay[0] = cooling
+        return changed
+
+    def _advance(self, rate, votes):
+        """Moves every array by its votes, [int32 [size]], and goes on to the next step; number of weights changed."""
+        self._stop()
+        changed = sum(self._move(t, rules.update_constants(self.cfg, rate, t), its)
+                      for t, its in zip(self._tensors, votes))
+        self.seed = steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return changed
 
@@ -363,7 +399,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     nothing in common with `evaluate`."""
     started, fork = time.monotonic(), None
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
-                            SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
+                            SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON, VOTE_LEVELS=7,
+                            LOCAL_STEPS=min(2, cfg.LOCAL_STEPS),
                             PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=min(1, cfg.STATE_TOKENS))
     step = b"\1".ljust(small.STEP_BYTES, b"\0")
     arguments = dict(evaluate=(0, 2), update=(step,), validate=(np.zeros((1, 9), np.int32),), digest=(),

@@ -199,6 +199,7 @@ digit = rules.vote_rules(rule).digit
 _updates = rules.update_rules(rule, TARGET)
 momentum = _updates.momentum
 step = _updates.step
+move_digit = _updates.move_digit
 _sampling = rules.sampling_rules(rule, TARGET)
 score = _sampling.score
 share = _sampling.share

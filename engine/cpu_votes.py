@@ -7,7 +7,7 @@ import numpy as np
 
 from engine import cpu_credits, cpu_gru, cpu_transformer
 from engine.cpu_kernels import NO_NATS, SLOT, add_product, i64, layout, new_kept, nothing_kept, vote_draw
-from engine.cpu_rules import f32, fma, i32, momentum, njit, rule, step, u32
+from engine.cpu_rules import f32, fma, i32, momentum, move_digit, njit, rule, step, u32
 from engine.simd import PANEL, ROWS, chain_tile, local
 from model import parameters, units
 from model.rules import ADAMW, MUON_EPS, MUON_PARTS
@@ -177,10 +177,14 @@ class UnitVotes:
 
         self._job(list(zip(self._shapes, self._ends, self._ends[1:])), send).finish()
         self._spare.append(pool)
+        return self.packed(digits), sum(part.loss for part in read)
+
+    def packed(self, digits):
+        """bytes: int8 digits [CHUNK_DIGITS], packed."""
         packed = np.empty(self.cfg.CHUNK_BYTES, np.uint8)
         rows = digits.reshape(packed.size, -1)
         self._spread(packed.size, digits.size, pack_digits, rows, np.int32(self.cfg.DIGIT_VALUES), packed)
-        return packed.tobytes(), sum(part.loss for part in read)
+        return packed.tobytes()
 
     def vote_on_nothing(self, c):
         """Compiles what hands down and votes, or loads it from the cache."""
@@ -251,6 +255,14 @@ def apply_votes(o, votes, directions, weights, moments, first, end):
                 w[i] += move
         for i in range(n):
             its[i, 0], its[i, 1], its[i, 2], some[i] = m[i], v[i], acc[i], w[i]
+
+
+@njit
+def moves(o, weights_before, moments_before, weights, moments, digits, first, end):
+    """Digits first..end - 1, int8 [n], of weights int8 [n] that a short run has moved; moments float32 [n, 3]."""
+    for i in range(first, end):
+        digits[i] = move_digit(o, i32(weights_before[i]), moments_before[i, 2], i32(weights[i]), moments[i, 2],
+                               moments[i, 0])
 
 
 @njit

@@ -355,14 +355,60 @@ def evaluating(engine):
         return Evaluation(windows, result, Replay(engine.stream, enqueue))
 
     size = evaluation(cfg.CHUNK_SIZE).result.size
-    rooms = [(Fetched(size, np.int64), cuda.pinned_array(all_windows.size, np.int32)) for _ in range(2)]
+    rooms = [(Fetched(size, np.int64), cuda.pinned_array(cfg.LOCAL_STEPS * all_windows.size, np.int32))
+             for _ in range(2)]
     return Members(evaluation, rooms)
+
+
+class ShortRun:
+    """The updates that a chunk makes for itself (SPEC 23): kernels.update.Update, device memory and launches.
+
+    `begin` at the state of the step; after every evaluation `update`; at last `end`: the digits are in the result, and
+    the state is again that of the step."""
+
+    def __init__(self, engine):
+        cfg, self._engine, self._stream = engine.cfg.changed(LOCAL_STEPS=1), engine, engine.stream
+        self._votes, self._state = update.Update(cfg, engine._kernels, 0), engine._state[:2]
+        self._before = list(map(cuda.device_array_like, self._state))
+        self._total = cuda.to_device(np.zeros(1, np.int64))
+        self._launches = self._votes.moves(engine.stream, *self._state)
+        self._update, self._end = Replay(engine.stream, self._launch_update), Replay(engine.stream, self._launch_end)
+
+    def begin(self):
+        copy_all(self._before, self._state, self._stream)
+
+    def update(self, rate):
+        self._votes.set_rate(rate, self._stream)
+        self._update()
+
+    def end(self, rate):
+        self._engine._votes.set_rate(rate, self._stream)
+        self._end()
+
+    def _launch_update(self):
+        engine, a = self._engine, self._engine._trials.arrays
+        engine._kernels["take"][blocks(a.digits.size, BLOCK), BLOCK, self._stream](
+            a.digits, a.result, self._votes.votes, self._total)
+        for launch in self._launches:
+            launch()
+        engine._pack()
+
+    def _launch_end(self):
+        engine, a, tables = self._engine, self._engine._trials.arrays, self._votes.tables
+        engine._kernels["moves"][len(tables.blocks), tiles.THREADS, self._stream](
+            tables.blocks, tables.tensors, engine._votes.optimizers, *self._before, *self._state, a.digits, a.result,
+            self._total)
+        engine._trials.pack()
+        copy_all(self._state, self._before, self._stream)
+        engine._pack()
 
 
 def checked_memory(cfg, forward, name):
     """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
     need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
     need += bytes_of(chunk_sizes(cfg)) if cfg.PERTURB == "units" else 0
+    if cfg.LOCAL_STEPS > 1:
+        need += 13 * parameters.n_weights(cfg) + update.Update.bytes_needed(cfg)
     free = memory().free
     if need > free:
         raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
@@ -430,7 +476,7 @@ class CudaEngine:
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         # page-locked. A begun update may read the fitness of the next one; it is undone in that case
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
-        self._rate = None                                    # the learning rate that is on the device
+        self._run = ShortRun(self) if cfg.LOCAL_STEPS > 1 else None
         self._texts = self._read = None                      # Texts of the last `write`, TextReader of the last `vote`
         self._update_steps = self._votes.launches(self.stream, self._job, *self._state)
         self._update = Replay(self.stream, self._launch_update)
@@ -444,6 +490,8 @@ class CudaEngine:
         self._votes.packed.copy_to_device(self._given_fitness, self.stream)
         for launch in self._update_steps:
             launch()
+        if self._run:                                        # the cooling of the next step
+            self._overlay[:1].copy_to_device(self._votes.packed[-1:].view(np.int8), self.stream)
         self._pack()
         self._changed.copy(self._votes.changed, self.stream)
 
@@ -459,6 +507,7 @@ class CudaEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
+        self._cooling = int(state.overlay[0]) if self._run else 0
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self._save()
         self.stream.synchronize()
@@ -467,7 +516,7 @@ class CudaEngine:
         copy_all(self._state, arrays, self.stream)
         self._pack()
         self._fitness = None                                 # of the update that is begun
-        self._at = self.step, self.seed                      # after that update, else now
+        self._at = self.step, self.seed, self._cooling       # after that update, else now
         self._begun = {}                                     # {(first, count): Fetched} of evaluations there
         self._digested = False                               # whether a digest of the state there is begun
 
@@ -523,19 +572,32 @@ class CudaEngine:
         """The Fetched losses of an evaluation, which is begun."""
         self._ready("step")
         evaluation = self._members.evaluation(count)
-        self._set_job(first)
-        step, seed = self._at
+        cfg, (step, seed, cooling) = self.cfg, self._at
         room, windows = next(room for room in self._members.rooms if room[0] not in self._begun.values())
-        windows = windows[:evaluation.windows.size]
-        windows[:] = soft_targets.windows(self.cfg, self.tokens, self._tables.at_step(step), step, seed,
-                                          first // self.cfg.MEMBERS, count // self.cfg.MEMBERS).ravel()
-        send(evaluation.windows, windows, self.stream)
-        evaluation.launch()
+        windows = windows[:cfg.LOCAL_STEPS * evaluation.windows.size].reshape(cfg.LOCAL_STEPS, -1)
+        if self._run:
+            self._run.begin()
+        for number, part in enumerate(windows, step * cfg.LOCAL_STEPS):      # of the update
+            self._set_job(first, seed)
+            part[:] = soft_targets.windows(cfg, self.tokens, self._tables.at_step(number), number, seed,
+                                           first // cfg.MEMBERS, count // cfg.MEMBERS).ravel()
+            send(evaluation.windows, part, self.stream)
+            evaluation.launch()
+            if self._run:
+                self._run.update(steps.learning_rate(cfg, number, cooling))
+                seed = steps.next_seed(seed, number, cfg.NOISE_REUSE)
+        if self._run:
+            self._run.end(self._rate())
         return room.copy(evaluation.result, self.stream).record(self.stream)
 
-    def _set_job(self, first=0):
+    def _rate(self, cooling=0):
+        """float: the rate of the step on the device. With LOCAL_STEPS, its cooling is what the step before said."""
+        step, _, known = self._at
+        return steps.learning_rate(self.cfg, step * self.cfg.LOCAL_STEPS, known if self._run else cooling)
+
+    def _set_job(self, first=0, seed=0):
         """Sends the job that an evaluation of members first.., or an update, reads: seed, first pair or window."""
-        send(self._job, np.array([self._at[1], first // self.cfg.MEMBERS], np.uint32), self.stream)
+        send(self._job, np.array([seed, first // self.cfg.MEMBERS], np.uint32), self.stream)
 
     def _at_once(self, size, count, name):
         """The number, at most `count`, whose size(n) bytes fit half of the free memory."""
@@ -548,7 +610,7 @@ class CudaEngine:
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
         the step (steps.join_digits)."""
         self._enqueue_update(fitness)
-        self.step, self.seed = self._at
+        self.step, self.seed, self._cooling = self._at
         self._fitness = None
         self._save()
         return int(self._changed.wait()[0])
@@ -582,19 +644,19 @@ class CudaEngine:
         self._update()
         self._changed.record(self.stream)
         self._fitness = fitness
-        self._at = self.step + 1, steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self._at = (self.step + 1, steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE),
+                    steps.cooling_of(self.cfg, fitness))
         self._begun = {}
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 
     def _set_update(self, fitness):
-        votes, cfg = self._votes, self.cfg
+        cooling = steps.cooling_of(self.cfg, fitness)
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8, self._given_fitness.size)
-        lr = steps.learning_rate(cfg, self.step, fitness)
-        if lr != self._rate:
-            votes.optimizers.copy_to_device(update.optimizers(cfg, lr), self.stream)
-            self._rate = lr
-        self._set_job()
+        if self._run:
+            self._given_fitness[-1] = cooling
+        self._votes.set_rate(self._rate(cooling), self.stream)
+        self._set_job(seed=self.seed)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
@@ -667,7 +729,7 @@ class TextReader:
         texts, weights = np.zeros((chunk, length + 1), np.int32), np.zeros((chunk, length), np.int8)
         texts[:n, :T + 1], weights[:n, :T] = windows, advantages[:, None] * counted
         copy_all((self._windows, arrays.weights), (texts.ravel(), weights.ravel()), engine.stream)
-        engine._set_job(first)
+        engine._set_job(first, engine.seed)
         self._replay()
         result = self._fetched.copy(arrays.result, engine.stream).record(engine.stream)
         return self._trials.digits_of(result.wait())[0]

@@ -23,8 +23,9 @@ FIRST, INPUTS, OUTPUTS = range(3)               # columns of `matrices`
 
 def matrices(cfg):
     """int32 [n, 3]: of those that Muon moves the first weight, rows and columns. One side is HIDDEN_DIM, and the other
-    not shorter."""
-    return np.array([(t.weights, t.rows, t.cols) for t in parameters.tensors(cfg) if cfg.USE_MUON and t.hidden],
+    not shorter. None in a step that adds moves, which Muon has made before."""
+    moves = cfg.USE_MUON and cfg.LOCAL_STEPS == 1
+    return np.array([(t.weights, t.rows, t.cols) for t in parameters.tensors(cfg) if moves and t.hidden],
                     np.int32).reshape(-1, 3)
 
 

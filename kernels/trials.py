@@ -87,7 +87,11 @@ class Trials(reading.Reading):
         of_tensors, votes, tensors = self.tables.of_tensors, self._totals[1:], len(self._tensors)
         self._launch("vote_sizes", 64 * BLOCK, a.votes, of_tensors, votes, high=tensors)
         self._launch("vote_digits", 64 * BLOCK, a.votes, of_tensors, votes, a.digits, high=tensors)
-        self._launch("pack_digits", self._digits.size, a.digits, self._digits)
+        self.pack()
+
+    def pack(self):
+        """From arrays.digits to the packed digits in arrays.result."""
+        self._launch("pack_digits", self._digits.size, self.arrays.digits, self._digits)
 
     def _shares(self, layer):
         return self._part("shares", layer, self.arrays.trials.size)

@@ -16,7 +16,7 @@ from numba.cuda.np.numpy_support import from_dtype
 
 from model import parameters, rules, steps
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack_bytes
+from kernels.parts import A2, A8, A32, A64, AU32, B1, F1, F2, blocks, clip, int32s, pack_bytes
 from kernels.rules import TARGET, build_noise, device
 from kernels.tiles import DEPTH, SHARED, THREADS, TILE, tile_functions
 
@@ -30,7 +30,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
-OPTIMIZER = np.dtype([(name, np.float32 if name != "rule" else np.int32) for name in rules.Optimizer._fields])
+OPTIMIZER = np.dtype([(name, np.int32 if name in ("rule", "chunks") else np.float32) for name in rules.Optimizer._fields])
 OPTIMIZERS = types.Array(from_dtype(OPTIMIZER), 1, "C")
 
 
@@ -237,9 +237,9 @@ def optimize_kernel(cfg):
 
 def unpack_kernel(cfg):
     """The kernel that unpacks a step (steps.join_digits): its digits as int8 [pairs] or, with unit trials, int32
-    [weights], their sums over the chunks, which are the votes."""
+    [weights], the sums of their terms over the chunks, which are the votes."""
     units, summed, wide = cfg.PERTURB == "units", cfg.SUMMED, cfg.WIDE_SUMS
-    kind, chunks = A32 if units else A8, cfg.N_CHUNKS if units else 1
+    kind, chunks, moves = A32 if units else A8, cfg.N_CHUNKS if units else 1, cfg.LOCAL_STEPS > 1
     VALUES, EACH = cfg.DIGIT_VALUES, steps.packing(cfg.DIGIT_VALUES).digits
 
     def unpack(packed: B1, digits: kind):
@@ -258,7 +258,10 @@ def unpack_kernel(cfg):
                 byte = int32(packed[chunk * each + i])
                 for k in range(EACH):
                     digit = byte % int32(VALUES)
-                    sums[k] += int32(digit - VALUES) if digit > VALUES // 2 else digit
+                    digit = int32(digit - VALUES) if digit > VALUES // 2 else digit
+                    if moves:                                # steps.terms; 10: no negative number is divided
+                        digit += int32(2 * (chunks - 1)) * ((digit + int32(10)) // int32(3) - int32(3))
+                    sums[k] += digit
                     byte //= int32(VALUES)
             for k in range(EACH):
                 if EACH * i + k < digits.size:
@@ -281,9 +284,41 @@ def rescale_kernel(cfg):
     return rescale
 
 
+def short_run_kernels(cfg):
+    """The kernels of updates that a chunk makes for itself (SPEC 23)."""
+    move_digit = rules.update_rules(device, TARGET).move_digit
+
+    def take(digits: A8, loss: A64, votes: A32, total: A64):
+        """votes int32 [n]: the digits of a local step, int8 [n]. total[0] += loss[0]. A thread a digit."""
+        i = cuda.grid(1)
+        if i < digits.size:
+            votes[i] = digits[i]
+        if i == 0:
+            total[0] += loss[0]
+
+    def moves(blocks: A2, tensors: A2, optimizers: OPTIMIZERS, weights_before: A8, moments_before: F2, weights: A8,
+              moments: F2, digits: A8, loss: A64, total: A64):
+        """digits int8 [n] of weights that a short run has moved; loss[0] = total[0], which becomes 0. moments float32
+        [n, 3]. Grid: blocks."""
+        tensor = blocks[cuda.blockIdx.x, 0]
+        o = optimizers[tensor]
+        for j in range(ELEMENTS // THREADS):
+            i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
+            if i < tensors[tensor, SIZE]:
+                at = tensors[tensor, WEIGHTS] + i
+                digits[at] = move_digit(o, int32(weights_before[at]), moments_before[at, 2], int32(weights[at]),
+                                        moments[at, 2], moments[at, 0])
+        if cuda.grid(1) == 0:
+            loss[0], total[0] = total[0], 0
+
+    return [take, moves]
+
+
 def build(cfg, wgmma):
     """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
     own = [unpack_kernel(cfg), optimize_kernel(cfg)]
+    if cfg.LOCAL_STEPS > 1:
+        own += short_run_kernels(cfg)
     if cfg.PERTURB == "weights":
         own += [*noise_kernels(cfg), products_kernel(wgmma), rescale_kernel(cfg)]
     return own + muon.build(cfg)
@@ -293,11 +328,12 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `optimizers`, `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    values of n). `set_rate`, set `packed` (the bytes of the step), `changed` (to 0) and the seed, enqueue `launches`,
     read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         w = work(cfg)
+        self.cfg, self.rate = cfg, None                      # the learning rate that is on the device
         rows = len(w.rows) if "operands" in kernels else 0   # with unit trials nothing is hashed
         self.width = max(1, min(blocks(w.span, SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
         self.kernels = kernels
@@ -342,9 +378,21 @@ class Update:
                 self.votes, shared=SHARED)
         if self.starts:
             add("vector_votes", self.vector_grid, tables.vectors, seed, digits, self.votes)
-        out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.optimizers, self.votes, self.muon.x,
-            weights, moments, self.touched, self.changed)
+        out += self.moves(stream, weights, moments)
         if self.adapt:
             add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)
         return out
+
+    def moves(self, stream, weights, moments):
+        """[function that enqueues a kernel]: the weights move by `votes`, which become 0."""
+        tables = self.tables
+        return [*self.muon.launches(stream, self.votes, moments),
+                lambda: self.kernels["optimize"][len(tables.blocks), THREADS, stream](
+                    tables.blocks, tables.tensors, self.optimizers, self.votes, self.muon.x, weights, moments,
+                    self.touched, self.changed)]
+
+    def set_rate(self, rate, stream):
+        """Enqueues the constants of the optimizer for a learning rate."""
+        if rate != self.rate:
+            self.optimizers.copy_to_device(optimizers(self.cfg, rate), stream)
+            self.rate = rate

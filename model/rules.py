@@ -32,6 +32,8 @@ ADAMW = 0
 SGD = 1
 MUON = 2
 ZTEST = 3
+MOVED = 4
+MOVED_MUON = 5
 
 # Muon (SPEC 9). It has the same bits on every machine, because every sum is one chain of fma in a fixed order.
 MUON_ROUNDS = 5
@@ -39,9 +41,18 @@ MUON_PARTS = 1024
 MUON_EPS = 1e-7
 MUON_SIZE = 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
+# Short runs (SPEC 23): how far a digit moves a weight, in the rate times the root of LOCAL_STEPS; by what the mean move
+# of several chunks is multiplied; a momentum whose sign is sure, and its size thereafter; limits of AdamW's v
+UNIT, MUON_UNIT = 0.4, 0.28
+OUTER = 1.4
+SURE, MOMENTUM = 3.0, 6.0
+LEAST_V, MOST_V = 0.02, 200.0
 # The float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON (size is then the length
-# of a step), or ZTEST (lr is then the smallest vote that moves a weight, a whole number)
-Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size")
+# of a step), ZTEST (lr is then the smallest vote that moves a weight, a whole number), or, of the step that adds the
+# moves of `chunks` short runs (SPEC 23), MOVED (lr: the move of a weight for one in the sum of digits; size: digits in
+# a move of 1), or MOVED_MUON (momentum: what one in their signs adds to it). rule and chunks are ints
+Optimizer = namedtuple("Optimizer",
+                       "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size chunks")
 # How tokens are drawn (SPEC 10): temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept;
 # penalty float32: logit units taken once from every token seen
 Sampling = namedtuple("Sampling", "temp floor penalty")
@@ -213,6 +224,7 @@ def update_rules(jit, ops):
     add, sub = ops.add, ops.sub
     mul, div = ops.mul, ops.div
     fma, sqrt = ops.fma, ops.sqrt
+    trunc, nearest = ops.trunc, ops.nearest
 
     @jit
     def adamw(o, vote, weight, m, v, acc):
@@ -251,9 +263,37 @@ def update_rules(jit, ops):
         return fma(m, kept, f32(i32(-vote)))
 
     @jit
+    def moved(o, sums, weight, m, v, acc):
+        """(move, m, v, acc) after the moves of chunks; sums: of the terms of their digits (model.steps)."""
+        base = i32(2 * o.chunks + 1)
+        q = i32(i32(i32(sums + o.chunks) + i32(2 * o.chunks) * base) // base - i32(2 * o.chunks))
+        e = i32(sums - q * base)
+        if o.rule == MOVED:
+            q = i32(3 * q + e)
+            m, v = f32(0), fma(f32(i32(q * q)), o.one_less_beta2, mul(v, o.beta2))
+            v = max(f32(LEAST_V), min(f32(MOST_V), v))
+        else:
+            m = mul(f32(e), o.momentum)
+        acc = fma(f32(q), o.lr, acc)
+        move = max(i32(-127 - weight), min(i32(127 - weight), trunc(acc)))
+        return move, m, v, max(f32(-1), min(f32(1), sub(acc, f32(move))))
+
+    @jit
+    def move_digit(o, weight_before, acc_before, weight, acc, m):
+        """int32: the digit of a weight that a short run has moved (SPEC 23). m: Muon's, at its end."""
+        most = i32(7) if o.rule == MOVED else i32(2)
+        moved = add(f32(i32(weight - weight_before)), sub(acc, acc_before))
+        q = max(i32(-most), min(most, nearest(mul(moved, o.size))))
+        if o.rule == MOVED:
+            return q
+        return i32(3 * q + (i32(1) if m > f32(SURE) else i32(-1) if m < f32(-SURE) else i32(0)))
+
+    @jit
     def step(o, vote, direction, weight, m, v, acc):
         """(move, m, v, acc): by how much the weight moves, int32, and the others after that. direction: of Muon,
         float32."""
+        if o.rule >= MOVED:
+            return moved(o, vote, weight, m, v, acc)
         if o.rule == ZTEST:
             return ztest(vote, weight, i32(o.lr)), m, v, acc
         if o.rule == ADAMW:
@@ -265,7 +305,7 @@ def update_rules(jit, ops):
         move, acc = whole_step(weight, acc)
         return move, m, v, acc
 
-    return SimpleNamespace(momentum=momentum, step=step)
+    return SimpleNamespace(momentum=momentum, step=step, move_digit=move_digit)
 
 
 def vote_rules(jit):
@@ -430,13 +470,29 @@ def update_constants(cfg, lr, t):
     elif rule == ZTEST:
         rate = np.float32(least_vote_by_chance(cfg, lr))
     decays = t.matrix or cfg.PERTURB == "weights"       # with unit trials nothing votes on norms
+    if cfg.LOCAL_STEPS > 1:
+        return _moved_constants(cfg, lr * scale, rule)
     beta1 = np.float32(cfg.ADAM_BETA1)
     beta2 = np.float32(cfg.ADAM_BETA2)
     return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,
                      one_less_beta2=np.float32(1) - beta2, eps=np.float32(cfg.ADAM_EPS),
                      decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays else 0),
                      momentum=np.float32(cfg.MUON_MOMENTUM),
-                     size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+                     size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))), chunks=cfg.N_CHUNKS)
+
+
+def _moved_constants(cfg, rate, rule):
+    """The Optimizer constants of a step that adds moves. A weight whose updates are all of the size of the rate, in
+    random directions, has moved by it times the root of LOCAL_STEPS."""
+    unit = (MUON_UNIT if rule == MUON else UNIT) * math.sqrt(cfg.LOCAL_STEPS)
+    chunks, beta2 = cfg.N_CHUNKS, cfg.ADAM_BETA2 ** cfg.LOCAL_STEPS
+    zero = np.float32(0)
+    return Optimizer(
+        rule=MOVED_MUON if rule == MUON else MOVED, lr=np.float32(rate * unit * min(OUTER, chunks) / chunks),
+        beta1=zero, one_less_beta1=zero, beta2=np.float32(beta2),
+        one_less_beta2=np.float32((1 - beta2) * unit ** 2 / (cfg.LOCAL_STEPS * chunks)), eps=zero, decay=zero,
+        momentum=np.float32(MOMENTUM / chunks), size=np.float32(1 / max(rate * unit, 1e-30)),
+        chunks=chunks)
 
 
 def muon_coefficients(cfg):

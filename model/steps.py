@@ -84,8 +84,8 @@ def unpack_digits(packed, count, values=3):
 
 
 def sums_of(cfg, data=b""):
-    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of digits over chunks, digit n i + k at [k, i], n of them in a
-    byte, from the bytes of a step of unit trials; zeros without any."""
+    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of the terms of digits over chunks, digit n i + k at [k, i], n of
+    them in a byte, from the bytes of a step of unit trials; zeros without any."""
     import numpy as np
     kind, shape = np.dtype("<i2" if cfg.WIDE_SUMS else "i1"), (packing(cfg.DIGIT_VALUES).digits, cfg.CHUNK_BYTES)
     if data and cfg.SUMMED:
@@ -96,11 +96,20 @@ def sums_of(cfg, data=b""):
     return sums
 
 
+def terms(cfg, digits):
+    """What digits, an int or an array of them, add to the sums of a step: themselves. With LOCAL_STEPS a digit is 3 q +
+    e with e from -1 to 1, and its term is q (2 N_CHUNKS + 1) + e: the sums of q and of e stay apart."""
+    return digits if cfg.LOCAL_STEPS == 1 else digits + 2 * (cfg.N_CHUNKS - 1) * ((digits + 1) // 3)
+
+
 def add_digits(cfg, sums, packed, sign=1):
     """Adds the packed digits of a chunk to sums as `sums_of`, in place."""
     import numpy as np
     for its, table in zip(sums, packing(cfg.DIGIT_VALUES).places):
-        its += sign * np.frombuffer(packed.translate(table), np.int8)
+        if cfg.LOCAL_STEPS == 1:
+            its += sign * np.frombuffer(packed.translate(table), np.int8)
+        else:
+            its += (sign * terms(cfg, np.frombuffer(table, np.int8).astype(sums.dtype)))[np.frombuffer(packed, np.uint8)]
 
 
 def check_step(cfg, data):
@@ -108,7 +117,7 @@ def check_step(cfg, data):
     if len(data) != cfg.STEP_BYTES:
         raise ValueError(f"{len(data)} bytes where a step has {cfg.STEP_BYTES}")
     if cfg.SUMMED:
-        sums, most = sums_of(cfg, data), cfg.N_CHUNKS * (cfg.DIGIT_VALUES // 2)
+        sums, most = sums_of(cfg, data), cfg.LARGEST_SUM
         if not -most <= sums.min() <= sums.max() <= most:
             raise ValueError(f"sums of more than {cfg.N_CHUNKS} digits")
     elif cfg.PERTURB == "weights":
@@ -120,7 +129,7 @@ def check_step(cfg, data):
 def join_digits(cfg, chunks, cooling=0, sums=None):
     """bytes: a step, from the packed digits of its chunks: these, or, with unit trials and more than two chunks, their
     sums, which need not be made where they are given. With unit trials a byte follows, 0 to COOLINGS - 1: by how much
-    the rate of this step is lower than LR_SCHEDULE says."""
+    the rate of this step, with LOCAL_STEPS of the next one, is lower than LR_SCHEDULE says."""
     count = cfg.CHUNK_DIGITS
     if cfg.PERTURB == "units":
         if cfg.SUMMED and sums is None:
@@ -139,7 +148,11 @@ def cooling_at(done):
     return max(0, min(COOLINGS - 1, int((done - HOT) / (1 - HOT) * COOLINGS)))
 
 
-def learning_rate(cfg, step, fitness):
-    """float: the rate of `step`, whose bytes (join_digits) are `fitness`."""
-    cooling = min(fitness[-1], COOLINGS - 1) if cfg.PERTURB == "units" else 0
-    return cfg.learning_rate(step) * (1 - cooling / COOLINGS)
+def cooling_of(cfg, fitness):
+    """int: the cooling that the bytes of a step state; 0 with noise on weights."""
+    return min(fitness[-1], COOLINGS - 1) if cfg.PERTURB == "units" else 0
+
+
+def learning_rate(cfg, update, cooling=0):
+    """float: the rate of the update with this number in a run, which is a step, or a local step of a chunk."""
+    return cfg.learning_rate(update) * (1 - cooling / COOLINGS)

@@ -1,5 +1,5 @@
 """The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether
-the results are those without them. Needs a GPU. By hand: python -m tests.sanitize"""
+the results are those without them. Needs a GPU. By hand: python -m tests.sanitize [CONFIGURATION...]"""
 
 import concurrent.futures
 import hashlib
@@ -33,6 +33,7 @@ CONFIGURATIONS = {
                       ADAPTIVE_NOISE_MODE=0),
     "units": dict(GRU | UNITS | EXACT, HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1),
     "units of a transformer": dict(SMALL | UNITS | EXACT, SEQ_LEN=24),
+    "short runs": dict(SMALL | UNITS | EXACT, SEQ_LEN=24, VOTE_LEVELS=7, LOCAL_STEPS=2, USE_MUON=1),
     "units, mma": dict(GRU | UNITS, HIDDEN_DIM=96, STATE_TOKENS=5, HOST_GAUSSIAN=1, TENSOR_CORES="mma"),
 }
 BLOCKS = 3
@@ -54,7 +55,7 @@ def every_verb(engine, tokens, rng):
     """int32 [34, 12]: the texts that an engine writes; it does all else once, but evaluation."""
     cfg = engine.cfg
     digits = rng.integers(-1, 2, (cfg.N_CHUNKS, cfg.CHUNK_DIGITS)).astype(np.int8)
-    engine.update(steps.join_digits(cfg, list(map(steps.pack_digits, digits))))
+    engine.update(steps.join_digits(cfg, [steps.pack_digits(chunk, cfg.DIGIT_VALUES) for chunk in digits]))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
@@ -94,7 +95,7 @@ def check(name):
 
 def main():
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(check, CONFIGURATIONS))
+        list(pool.map(check, sys.argv[1:] or CONFIGURATIONS))
 
 
 if __name__ == "__main__":

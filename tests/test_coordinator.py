@@ -146,8 +146,8 @@ def test_the_link_of_a_worker_is_told_and_what_to_set_for_a_slow_one_once(tmp_pa
         links = {worker["name"]: worker for worker in server.status()["workers"]}
         assert links["near"]["exchange"] == links["odd"]["idle"] == 0 and 10 < links["near"]["up"] < 1000
         assert links["far"]["idle"] == 1 and 0.1 < links["far"]["exchange"] < 0.7
-        times = int(re.search(r"far .*: a new run with -D CHUNK_SIZE=(\d+) ", server.said)[1]) // UNITS.CHUNK_SIZE
-        assert 2 <= times <= 20 and f"-D POPULATION_SIZE={times * UNITS.POPULATION_SIZE} " in server.said
+        times = int(re.search(r"far .*: a new run with -D LOCAL_STEPS=(\d+) -D VOTE_LEVELS=7 sends", server.said)[1])
+        assert 2 <= times <= 20
         assert server.said.count("of its time") == 1
         assert re.search(r"^far .* 100%  +\d", describe_status(server.fetched()), re.M)
 

@@ -261,7 +261,7 @@ def test_a_resumed_run_has_one_curve(tmp_path):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = server.work(FakeEngine(pause=0.01))
             page_shows(server, steps - 1)
-            tokens = server.progress.tokens_a_step
+            tokens = server.cfg.STEP_TOKENS
             assert [point[1] for point in state_of(server)["curves"]["loss"]] == [tokens * k for k in range(steps)]
         thread.join(60)
     curve = read_curve(tmp_path)

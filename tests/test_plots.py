@@ -191,7 +191,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert (state["island"], state["peers"], state["n_peers"], state["n_up"]) == (ISLAND, ISLAND["peers"], 3, 1)
         (point, merge), = state["merges"]
-        assert point[:2] == [2, 2 * server.progress.tokens_a_step] and merge == {**merge, **merged()}
+        assert point[:2] == [2, 2 * server.cfg.STEP_TOKENS] and merge == {**merge, **merged()}
         assert [line["text"] for line in state["lines"][:2]] == [f"peer {BAD_NAME}", "another line"]
         assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
                           "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 1,

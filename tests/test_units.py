@@ -10,6 +10,7 @@ from pytest import raises
 
 from cluster import history
 from coordinators import Peer, Server, cluster
+from egg_config import ConfigError
 from engine import cpu_engine, simd
 from fakes import Lines, UNITS
 from model import parameters, rewards, rules, steps, units
@@ -24,6 +25,13 @@ COMPILED = ["compiled_units", "compiled", "compiled_gru"]                       
 # for the plain reading; every third one has the recurrent model
 CHEAP = 14, 23, 27, 34, 38, 42, 49, 65, 77, 81, 97, 114, 117, 123, 160, 186, 191, 196, 233, 294
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
+
+
+class Local(cpu_engine.CpuEngine):
+    """For a PlainEngine."""
+
+    def move(self, votes, rate):
+        return self._advance(rate, (votes[t.span] for t in self._tensors))
 
 
 @pytest.mark.parametrize("seed", CHEAP)
@@ -85,8 +93,38 @@ def test_what_a_chunk_sends(levels, each):
                 steps.check_step(cfg, wrong if chunks > 2 else wrong.replace(b"\x80", b"\xff"))
 
 
-def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
-    cfg = CFG.changed(AUDIT_RATE=1.0)
+@pytest.mark.parametrize("chunks", [1, 2, 5, 6, 90])
+def test_what_a_short_run_sends(chunks):
+    """The sums of q and of e, of digits 3 q + e, stay apart."""
+    cfg = CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=4, POPULATION_SIZE=chunks * CFG.CHUNK_SIZE)
+    assert cfg.STEP_BYTES == 1 + cfg.CHUNK_BYTES * (chunks if chunks < 3 else 2 if chunks < 6 else 4)
+    for digits in (np.tile(np.resize(np.arange(-7, 8, dtype=np.int8), cfg.CHUNK_DIGITS), (chunks, 1)),
+                   np.random.default_rng(chunks).integers(-7, 8, (chunks, cfg.CHUNK_DIGITS)).astype(np.int8)):
+        step = steps.join_digits(cfg, [steps.pack_digits(chunk, 15) for chunk in digits], 7)
+        steps.check_step(cfg, step)
+        q = np.rint(digits / 3).astype(int)
+        equal(rules.step_votes(cfg, step),
+              (q.sum(0) * (2 * chunks + 1) + (digits - 3 * q).sum(0, dtype=int)).astype(np.int32))
+    with raises(ConfigError, match="less than 91 chunks"):
+        cfg.changed(POPULATION_SIZE=91 * CFG.CHUNK_SIZE)
+
+
+def short_runs(chunks):
+    return CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=3, CHUNK_SIZE=4, POPULATION_SIZE=4 * chunks, USE_MUON=1,
+                       ADAM_BETA1=0.5, MUON_LR_SCALE=3.0)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_short_runs_with_muon(chunks):
+    """Local steps are those of a run without them; digits, and the step that adds them, the plain reading's."""
+    cfg = short_runs(chunks)
+    plain = PlainEngine(cfg, TOKENS, Local(cfg.changed(LOCAL_STEPS=1), TOKENS, threads=1))
+    assert course(plain, 4) == course(cpu_engine.CpuEngine(cfg, TOKENS, threads=2), 4)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path, local):
+    cfg = CFG.changed(AUDIT_RATE=1.0, VOTE_LEVELS=7 if local > 1 else 1, LOCAL_STEPS=local)
     *workers, late, alone = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in range(4)]
     server = cluster(tmp_path, workers, 12, cfg, save=True)
     assert "banned" not in server.said
@@ -111,12 +149,35 @@ def test_protocol_1_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", [*range(100, 108), 95, 1003])
 def test_random_configurations_on_the_gpu(seed):
     from engine import cuda_engine
     want = course(engine_of("auto", seed))
     for kind in GPU_KINDS[not cuda_engine.card(0)[0]:]:
         assert course(engine_of(kind, seed)) == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [1, 2, 7])
+def test_short_runs_on_the_gpu(chunks):
+    """Also where the next one is begun ahead, after an update that is undone, and after the right one."""
+    from engine import cuda_engine
+    cfg = short_runs(chunks).changed(LR_SCHEDULE=((0, 0.5), (4, 0.25)), HIDDEN_DIM=128)
+    engine, ahead = (cuda_engine.CudaEngine(cfg, TOKENS) for _ in range(2))
+    cpu = cpu_engine.CpuEngine(cfg, TOKENS)
+    for number in range(3):
+        found = [cpu.evaluate(first, 4) for first in range(0, 4 * chunks, 4)]
+        step = steps.join_digits(cfg, [packed for packed, _ in found], 5 + number)
+        for one in engine, ahead:
+            assert [one.evaluate(first, 4) for first in range(0, 4 * chunks, 4)] == found
+        assert ahead.begin_update(steps.join_digits(cfg, [found[0][0]] * chunks, 3))
+        ahead.begin(0, 4)
+        assert ahead.evaluate(0, 4) == found[0]
+        assert ahead.begin_update(step)
+        ahead.begin(4 * chunks - 4, 4)
+        assert ahead.update(step) == engine.update(step) == cpu.update(step)
+        assert ahead.digest() == engine.digest() == cpu.digest()
+        assert ahead.evaluate(4 * chunks - 4, 4) == cpu.evaluate(4 * chunks - 4, 4)
 
 
 # --- rewards as votes on positions (SPEC 22) --------------------------------------------------------------------------

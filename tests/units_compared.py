@@ -1,5 +1,7 @@
 """Unit trials in random configurations: the plain reading, its update included, in the place of an engine."""
 
+import copy
+import dataclasses
 import hashlib
 import math
 
@@ -44,7 +46,8 @@ def random_configuration(seed, widest=128):
         NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
         SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
     tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
-    cfg = cfg.changed(VOTE_LEVELS=one_of(1, 2, 3, 7))
+    levels = one_of(1, 2, 3, 7)
+    cfg = cfg.changed(VOTE_LEVELS=levels, LOCAL_STEPS=one_of(1, 2, 3) if levels == 7 else 1)
     return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
@@ -79,30 +82,100 @@ def digits_of(cfg, votes):
 
 
 class PlainEngine:
-    """The plain reading of SPEC 9 (AdamW) and 21, with the verbs of an engine."""
+    """The plain reading of SPEC 9 (AdamW), 21 and 23, with the verbs of an engine. local: the engine of local steps,
+    whose `load`, `evaluate`, `move` and `state` are used."""
 
-    def __init__(self, cfg, tokens):
+    def __init__(self, cfg, tokens, local=None):
         self.cfg, self.tokens, self.whole = cfg, tokens, parameters.initial_state(cfg)
         self._followers = soft_targets.Tables(cfg, tokens)
+        self._local = local or (PlainEngine(cfg.changed(LOCAL_STEPS=1), tokens) if cfg.LOCAL_STEPS > 1 else None)
+
+    def load(self, state):
+        self.whole = copy.deepcopy(state)
+
+    def state(self):
+        return self.whole
+
+    def short_run(self, first, count):
+        """SPEC 23."""
+        cfg, before, local, loss = self.cfg, self.whole, self._local, 0
+        local.load(dataclasses.replace(before, step=before.step * cfg.LOCAL_STEPS))
+        rate = cfg.learning_rate(before.step * cfg.LOCAL_STEPS) * (1 - before.overlay[0] / 20)
+        for k in range(cfg.LOCAL_STEPS):
+            packed, its = local.evaluate(first, count)
+            lower = cfg.learning_rate(before.step * cfg.LOCAL_STEPS + k) * (1 - before.overlay[0] / 20)
+            local.move(rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, 15).astype(np.int32), lower)
+            loss += its
+        after, digits, f = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8), np.float32
+        for t in parameters.tensors(cfg):
+            span, muon = t.span, cfg.USE_MUON and t.hidden
+            moved = f(after.weights[span].astype(int) - before.weights[span]) \
+                + (after.moments[span, 2] - before.moments[span, 2])
+            q = np.rint(moved * f(1 / max(1e-30, self.unit(t, rate)))).astype(int)
+            m = after.moments[span, 0]
+            digits[span] = np.clip(q, -2, 2) * 3 + (m > 3) - (m < -3).astype(int) if muon else np.clip(q, -7, 7)
+        return steps.pack_digits(digits, 15), loss
+
+    def unit(self, t, rate):
+        muon = self.cfg.USE_MUON and t.hidden
+        return rate * (self.cfg.MUON_LR_SCALE if muon else t.lr_scale) * ((0.28 if muon else 0.4)
+                                                                          * math.sqrt(self.cfg.LOCAL_STEPS))
+
+    def add_moves(self, votes, cooling):
+        """votes int32 [CHUNK_DIGITS], the sums of a step of which chunks sent moves; number of weights changed."""
+        cfg, state, changed, f = self.cfg, self.whole, 0, np.float32
+        n, b2 = cfg.N_CHUNKS, cfg.ADAM_BETA2 ** cfg.LOCAL_STEPS
+        rate = cfg.learning_rate(state.step * cfg.LOCAL_STEPS) * (1 - state.overlay[0] / 20)
+        for t in parameters.tensors(cfg):
+            q, e = np.divmod(votes[t.span] + n, 2 * n + 1)
+            e, w, (m, v, acc) = e - n, state.weights[t.span].astype(np.int32), state.moments[t.span].T
+            muon = cfg.USE_MUON and t.hidden
+            if muon:
+                m = f(e) * f(6 / n)
+            else:
+                q = 3 * q + e
+                unit = 0.4 * math.sqrt(cfg.LOCAL_STEPS)
+                m, v = 0 * m, fma(f(q * q), f((1 - b2) * unit ** 2 / (cfg.LOCAL_STEPS * n)), v * f(b2))
+                v = np.clip(v, f(0.02), f(200))
+            acc = fma(f(q), f(self.unit(t, rate) * (1.4 if n > 1 else 1) / n), acc)
+            moved = np.clip(w + np.trunc(acc).astype(int), -127, 127)
+            state.weights[t.span] = moved
+            state.moments[t.span] = np.stack([m, v, np.clip(acc - f(moved - w), f(-1), f(1))], 1)
+            changed += np.count_nonzero(moved != w)
+        state.overlay[0] = cooling
+        state.seed, state.step = steps.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
+        return changed
 
     def evaluate(self, first, count):
         cfg, state = self.cfg, self.whole
+        if self._local:
+            return self.short_run(first, count)
         known = self._followers.at_step(state.step)
         windows = soft_targets.windows(cfg, self.tokens, known, state.step, state.seed, first, count)
         votes, loss = votes_of_windows(cfg, state, windows, first)
         return steps.pack_digits(chunk_digits(cfg, votes), 2 * cfg.VOTE_LEVELS + 1), loss
 
     def update(self, fitness):
-        cfg, state, changed = self.cfg, self.whole, 0
+        cfg = self.cfg
         steps.check_step(cfg, fitness)
         if cfg.N_CHUNKS <= 2:
             digits = rules.unpacked_digits(fitness[:-1], cfg.N_CHUNKS * cfg.CHUNK_DIGITS, 2 * cfg.VOTE_LEVELS + 1)
+            if self._local:                          # 3 q + e becomes q (2 N + 1) + e
+                q = np.floor_divide(digits + 1, 3)
+                digits = q * (2 * cfg.N_CHUNKS + 1) + digits - 3 * q
             votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
         else:                                        # a plane for each digit of a byte
-            kind, planes = np.int8 if cfg.N_CHUNKS * cfg.VOTE_LEVELS < 128 else np.int16, {1: 5, 2: 3}
+            most = (4 * cfg.N_CHUNKS + 3 if self._local else cfg.VOTE_LEVELS) * cfg.N_CHUNKS
+            kind, planes = np.int8 if most < 128 else np.int16, {1: 5, 2: 3}
             votes = np.frombuffer(fitness[:-1], kind).reshape(planes.get(cfg.VOTE_LEVELS, 2), -1).T.ravel()
             votes = votes.astype(np.int32)
-        f, rate = np.float32, np.float32(cfg.learning_rate(state.step) * (1 - fitness[-1] / 20))
+        if self._local:
+            return self.add_moves(votes, fitness[-1])
+        return self.move(votes, cfg.learning_rate(self.whole.step) * (1 - fitness[-1] / 20))
+
+    def move(self, votes, rate):
+        """AdamW's update by votes int32 [CHUNK_DIGITS]; number of weights changed."""
+        cfg, state, changed, f, rate = self.cfg, self.whole, 0, np.float32, np.float32(rate)
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
         for t in parameters.tensors(cfg):
             g, w = -votes[t.span].astype(f), state.weights[t.span].astype(np.int32)

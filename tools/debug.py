@@ -26,7 +26,7 @@ def architecture(cfg):
             layers = cfg.N_LAYERS if t.per_layer else 1
             rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
                          str(layers) if t.per_layer else "", f"{layers * t.size:,}"))
-    size, tokens = parameters.n_weights(cfg), cfg.POPULATION_SIZE * cfg.SEQ_LEN
+    size, tokens = parameters.n_weights(cfg), cfg.STEP_TOKENS
     head, *body = table(("component", "dimensions", "parameters", "layers", "total"),
                         [*rows, ("all", "", "", "", f"{size:,}")], 2)
     rule = "-" * len(head)
@@ -41,7 +41,8 @@ def architecture(cfg):
     else:                                        # credits go back through the same matrices
         estimator, parts = "unit trials", "windows ("
         evaluated, votes = 2 * products * tokens, products * tokens
-    amount = f"{cfg.POPULATION_SIZE:,} {parts}{cfg.N_CHUNKS} chunks)"
+    amount = f"{cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {parts}{cfg.N_CHUNKS} chunks" + (
+        f" of {cfg.LOCAL_STEPS} updates)" if cfg.LOCAL_STEPS > 1 else ")")
     facts = {"model": f"{cfg.MODEL}, {model}",
              "optimizer": f"{12 * size:,} bytes (m, v and accumulator, float32), {parameters.n_overlay(cfg):,} noise "
                           "scales",

@@ -107,7 +107,7 @@ def figures(coordinator):
     peers = island["peers"] if island else []
     return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
-            "minutes": coordinator.minutes, "tokens": status["step"] * progress.tokens_a_step,
+            "minutes": coordinator.minutes, "tokens": status["step"] * coordinator.cfg.STEP_TOKENS,
             "weights": progress.loss and coordinator.n_weights}
 
 

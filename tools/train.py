@@ -130,7 +130,7 @@ def tell_pace(cfg, engine, log):
     """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
     count, seconds = few(cfg, engine)
     seconds *= cfg.POPULATION_SIZE / count
-    log(f"a step of {cfg.POPULATION_SIZE:,} {read_by(cfg)} takes about " + (
+    log(f"a step of {cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {read_by(cfg)} takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
         f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
     if "vnni" not in engine.name and cfg.SIMD == "auto":
@@ -310,7 +310,7 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
             console.line(f"the run has its {run.step} steps already: raise --steps to continue")
             return coordinator.progress
         ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
-        console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} {read_by(cfg)} a step, "
+        console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {read_by(cfg)} a step, "
                      f"from step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
         console.line(f"kept in {run.directory}{run.beside}" if run.directory else
                      "nothing of this run is kept: --save-dir DIR keeps it")
@@ -336,7 +336,7 @@ def _sum_up(coordinator, references):
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
         console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
-        if coordinator.run.step < FEW_STEPS:
+        if coordinator.run.step * coordinator.cfg.LOCAL_STEPS < FEW_STEPS:
             console.line(f"{coordinator.run.step} steps are too few to judge")
     if done.rewards:
         console.line(f"reward: {done.rewards[0][1]:.4f} before, {done.rewards[-1][1]:.4f} after, on held-out prompts")
