@@ -200,10 +200,11 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 50:0.463, 100:0.433, 150:0.408, 200:0.387, 300:0.354, 450:0.316, 600:0.289, 900:0.25, "
                     "1200:0.224, 1800:0.189, 2700:0.158, 4000:0.132, 6000:0.109, 10000:0.086, 20000:0.061",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # For minutes on large GPUs: two chunks, so that two can share a step, of 16 updates by 512 windows each. Queries and keys are as long as amax makes them, whatever their
-    # weights: SHIFT_ATTN makes their scores as large as those of a new float model. Muon moves the matrices between
-    # hidden units: with digits AdamW learns far less in four layers. Without decay weights grow until units are cut.
-    # The rate falls with the root of the updates, and before a planned end to a twentieth (model.steps).
+    # For minutes on large GPUs: two chunks, so that two can share a step, of 16 updates by 512 windows each. Queries
+    # and keys are as long as amax makes them, whatever their weights: SHIFT_ATTN makes their scores as large as those
+    # of a new float model. Muon moves the matrices between hidden units: with digits AdamW learns far less in four
+    # layers. Without decay weights grow until units are cut. The rate falls with the root of the updates, and before a
+    # planned end to a twentieth (model.steps).
     "best": dict(
         PERTURB="units", N_LAYERS=4, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.25, VOTE_LEVELS=7, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, SHIFT_ATTN=11,

@@ -108,11 +108,11 @@ class Progress:
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
         self.speed = (self.cfg.STEP_TOKENS + self._written) / seconds
+        rate = steps.learning_rate(self.cfg, step * self.cfg.LOCAL_STEPS, steps.cooling_of(self.cfg, fitness))
         return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": steps.learning_rate(
-                    self.cfg, step * self.cfg.LOCAL_STEPS, steps.cooling_of(self.cfg, fitness)), "seconds": round(seconds, 6),
-                "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
-                "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
+                "learning_rate": rate, "seconds": round(seconds, 6), "elapsed": round(now - self.started, 3),
+                "tokens_per_second": round(self.speed, 2), "sent": self.traffic.sent - self._sent,
+                "received": self.traffic.received - self._received}
 
     @staticmethod
     def figure(tokens, n_bytes, nats):

@@ -144,21 +144,10 @@ class CpuEngine:
             columns = self._model.columns[row["columns"]:][:t.cols]
             columns.view(np.int32)[:] = weights.view(np.int32).reshape(-1, t.cols).T
         if t.product:
-            self._fill_panels(row, weights)
+            fill_panels(self._model, row, weights)
         if self._is_transposed(t):
             transposed = parameters.to_canonical(parameters.from_canonical(weights, t.cols).T)
-            self._fill_panels(self._table[len(self._table) // 2 + t.param, t.layer], transposed)
-
-    def _fill_panels(self, row, weights):
-        """Copies a matrix, int8 in canonical order, to its panels, with each column's correction. row: of
-        Model.table."""
-        c, rows, cols = self._model, row["rows"] // 4, row["cols"]
-        words = np.zeros((rows, -(-cols // PANEL) * PANEL), np.int32)
-        words[:, :cols] = weights.view(np.int32).reshape(rows, cols)
-        panels = c.packed[row["packed"]:][:words.nbytes].view(np.int32).reshape(-1, rows, PANEL)
-        panels[:] = words.reshape(rows, -1, PANEL).swapaxes(0, 1)
-        sums = words.view(np.int8).sum(0, dtype=np.int32).reshape(-1, 4).sum(1, dtype=np.int32)
-        c.correction[row["correction"]:][:sums.size] = -128 * sums
+            fill_panels(self._model, self._table[len(self._table) // 2 + t.param, t.layer], transposed)
 
     def state(self):
         """A copy of the State."""
@@ -211,31 +200,13 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of
         a chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         if self._local:
-            return self._short_run(first, count)
+            return short_run(self, self._local, first, count)
         self.begin(first, count)
         pool, job = self._begun.pop((first, count))
         results = job.finish()
         return self._units.chunk(results, pool) if pool else np.concatenate(results)
 
-    def _short_run(self, first, count):
-        """(bytes, int): the packed digits and the loss of a chunk that makes updates for itself (SPEC 23)."""
-        cfg, local, before, loss = self.cfg, self._local, self.state(), 0
-        local.load(dataclasses.replace(before, step=before.step * cfg.LOCAL_STEPS))
-        for _ in range(cfg.LOCAL_STEPS):
-            packed, its = local.evaluate(first, count)
-            digits = rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES).astype(np.int32)
-            local._advance(steps.learning_rate(cfg, local.step, before.overlay[0]),
-                           (digits[t.span] for t in self._tensors))
-            loss += its
-        after, digits = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8)
-        rate = self._rate()
-        for t in self._tensors:
-            self._spread(t.size, 4 * t.size, cpu_votes.moves, rules.update_constants(cfg, rate, t),
-                         before.weights[t.span], before.moments[t.span], after.weights[t.span], after.moments[t.span],
-                         digits[t.span])
-        return self._units.packed(digits), loss
-
-    def _rate(self, cooling=0):
+    def rate(self, cooling=0):
         """float: the rate of this step. With LOCAL_STEPS, its cooling is what the step before said."""
         local = self.cfg.LOCAL_STEPS
         return steps.learning_rate(self.cfg, self.step * local, cooling if local == 1 else self._model.overlay[0])
@@ -256,25 +227,23 @@ class CpuEngine:
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: the bytes of
         the step (steps.join_digits)."""
         cfg, cooling = self.cfg, steps.cooling_of(self.cfg, fitness)
-        if self._units:
-            sums = rules.step_votes(cfg, fitness)
-            votes = (sums[t.span] for t in self._tensors)
-        else:
-            digits = rules.unpacked_digits(fitness, cfg.N_PAIRS)
-            voting = np.flatnonzero(digits)
-            seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-            signs = digits[voting].astype(np.int32)
-            votes = (self._votes(t, seeds, signs) for t in self._tensors)
-        changed = self._advance(self._rate(cooling), votes)
+        changed = self.advance(self.rate(cooling), rules.step_votes(cfg, fitness) if self._units else
+                               rules.unpacked_digits(fitness, cfg.N_PAIRS))
         if self._local:
             self._model.overlay[0] = cooling
         return changed
 
-    def _advance(self, rate, votes):
-        """Moves every array by its votes, [int32 [size]], and goes on to the next step; number of weights changed."""
+    def advance(self, rate, votes):
+        """Moves the weights by their votes, int32 [CHUNK_DIGITS], or by the digits of pairs, int8, and goes on to the
+        next step; number of weights changed."""
         self._stop()
-        changed = sum(self._move(t, rules.update_constants(self.cfg, rate, t), its)
-                      for t, its in zip(self._tensors, votes))
+        if not self._units:
+            voting = np.flatnonzero(votes)
+            seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
+            signs = votes[voting].astype(np.int32)
+        changed = sum(self._move(t, rules.update_constants(self.cfg, rate, t),
+                                 votes[t.span] if self._units else self._votes(t, seeds, signs))
+                      for t in self._tensors)
         self.seed = steps.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return changed
@@ -386,6 +355,34 @@ class CpuEngine:
             start = known - 1 if known > prompt.size else 0
             self._forward.write_texts(c, writing, text, start, end, memory, nothing_kept(c))
             yield from text[0, known:end].tolist()
+
+
+def fill_panels(c, row, weights):
+    """Copies a matrix, int8 in canonical order, to its panels in the Model c, with each column's correction. row: of
+    c.table."""
+    rows, cols = row["rows"] // 4, row["cols"]
+    words = np.zeros((rows, -(-cols // PANEL) * PANEL), np.int32)
+    words[:, :cols] = weights.view(np.int32).reshape(rows, cols)
+    panels = c.packed[row["packed"]:][:words.nbytes].view(np.int32).reshape(-1, rows, PANEL)
+    panels[:] = words.reshape(rows, -1, PANEL).swapaxes(0, 1)
+    sums = words.view(np.int8).sum(0, dtype=np.int32).reshape(-1, 4).sum(1, dtype=np.int32)
+    c.correction[row["correction"]:][:sums.size] = -128 * sums
+
+
+def short_run(engine, local, first, count):
+    """(bytes, int): the packed digits and the loss of a chunk that makes updates for itself, on `local` (SPEC 23)."""
+    cfg, before, loss = engine.cfg, engine.state(), 0
+    local.load(dataclasses.replace(before, step=before.step * cfg.LOCAL_STEPS))
+    for _ in range(cfg.LOCAL_STEPS):
+        packed, its = local.evaluate(first, count)
+        votes = rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES).astype(np.int32)
+        local.advance(steps.learning_rate(cfg, local.step, before.overlay[0]), votes)
+        loss += its
+    after, digits, rate = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8), engine.rate()
+    for t in parameters.tensors(cfg):
+        cpu_votes.moves(rules.update_constants(cfg, rate, t), before.weights[t.span], before.moments[t.span],
+                        after.weights[t.span], after.moments[t.span], digits[t.span], 0, t.size)
+    return steps.pack_digits(digits, cfg.DIGIT_VALUES), loss
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step

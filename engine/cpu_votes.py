@@ -177,14 +177,10 @@ class UnitVotes:
 
         self._job(list(zip(self._shapes, self._ends, self._ends[1:])), send).finish()
         self._spare.append(pool)
-        return self.packed(digits), sum(part.loss for part in read)
-
-    def packed(self, digits):
-        """bytes: int8 digits [CHUNK_DIGITS], packed."""
         packed = np.empty(self.cfg.CHUNK_BYTES, np.uint8)
         rows = digits.reshape(packed.size, -1)
         self._spread(packed.size, digits.size, pack_digits, rows, np.int32(self.cfg.DIGIT_VALUES), packed)
-        return packed.tobytes()
+        return packed.tobytes(), sum(part.loss for part in read)
 
     def vote_on_nothing(self, c):
         """Compiles what hands down and votes, or loads it from the cache."""

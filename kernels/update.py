@@ -30,7 +30,8 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
-OPTIMIZER = np.dtype([(name, np.int32 if name in ("rule", "chunks") else np.float32) for name in rules.Optimizer._fields])
+OPTIMIZER = np.dtype([(name, np.int32 if name in ("rule", "chunks") else np.float32)
+                      for name in rules.Optimizer._fields])
 OPTIMIZERS = types.Array(from_dtype(OPTIMIZER), 1, "C")
 
 

@@ -109,7 +109,8 @@ def add_digits(cfg, sums, packed, sign=1):
         if cfg.LOCAL_STEPS == 1:
             its += sign * np.frombuffer(packed.translate(table), np.int8)
         else:
-            its += (sign * terms(cfg, np.frombuffer(table, np.int8).astype(sums.dtype)))[np.frombuffer(packed, np.uint8)]
+            table = sign * terms(cfg, np.frombuffer(table, np.int8).astype(sums.dtype))
+            its += table[np.frombuffer(packed, np.uint8)]
 
 
 def check_step(cfg, data):

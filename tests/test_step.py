@@ -244,19 +244,21 @@ def test_while_no_time_is_known_a_chunk_takes_as_long_as_its_worker_gives_signs_
         assert ("worker slow (127.0.0.1" in "".join(re.findall(".* has not delivered .*", server.said))) != beats
 
 
-def test_rates_fall_before_a_planned_end(tmp_path, monkeypatch):
-    """As a byte of every step says; those of a run that goes on fall from where it does so."""
+@pytest.mark.parametrize("local", [1, 2])
+def test_rates_fall_before_a_planned_end(tmp_path, monkeypatch, local):
+    """As a byte of every step says, with LOCAL_STEPS for the next one; those of a run that goes on fall from where it
+    does so."""
     monkeypatch.undo()
-    cfg = UNITS.changed(LR_SCHEDULE=((0, 1.0),))
+    cfg = UNITS.changed(LR_SCHEDULE=((0, 1.0),), LOCAL_STEPS=local, VOTE_LEVELS=7)
     for begun, last in (0, 40), (40, 60):
         cluster(tmp_path, [FakeEngine(cfg)], last, cfg, save=True)
-        done = [(step - begun) / (last - begun) for step in range(begun, last)]
+        done = [(step + (local > 1) - begun) / (last - begun) for step in range(begun, last)]
         levels = [max(0, min(19, int((share - 0.3) / 0.7 * 20))) for share in done]
         rates = [event["learning_rate"] for event in of_kind("step", events(tmp_path))][begun:]
         assert rates == [1 - level / 20 for level in levels]
         assert kept(tmp_path, cfg)[-1][-1] == levels[-1] > 17
     assert [steps.cooling_at(share) for share in (0, 0.3, 0.65, 1.0, 2.0)] == [0, 0, 10, 19, 19]
-    assert steps.learning_rate(CFG, 0, b"\5") == CFG.learning_rate(0)           # with noise on weights it is a digit
+    assert steps.cooling_of(CFG, b"\5") == 0                # with noise on weights it is a digit
 
 
 # --- errors and bans --------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Local(cpu_engine.CpuEngine):
     """For a PlainEngine."""
 
     def move(self, votes, rate):
-        return self._advance(rate, (votes[t.span] for t in self._tensors))
+        return self.advance(rate, votes)
 
 
 @pytest.mark.parametrize("seed", CHEAP)

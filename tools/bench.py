@@ -29,7 +29,7 @@ def bench(cfg, device, threads):
     say(f"{platform.machine()}, {hardware.cores()} cores, {processor}; Python {platform.python_version()}")
     on_weights = cfg.PERTURB == "weights"
     say(f"configuration: {'recurrent ' * (cfg.MODEL == 'gru')}H {cfg.HIDDEN_DIM} L {cfg.N_LAYERS} T {cfg.SEQ_LEN} V "
-        f"{cfg.VOCAB_SIZE}, {cfg.POPULATION_SIZE * cfg.LOCAL_STEPS} {train.read_by(cfg)} in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
+        f"{cfg.VOCAB_SIZE}, {train.read_a_step(cfg)} in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
         + (f"noise mode {cfg.ADAPTIVE_NOISE_MODE}" if on_weights else "unit trials"))
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     if device == "cpu":
@@ -91,7 +91,7 @@ def bench_steps(cfg, device, threads, seconds=15):
         return say(f"whole steps: fewer than two in {seconds} s")
     step = (ends[-1] - ends[0]) / (len(ends) - 1)
     say(f"whole steps {cfg.STEP_TOKENS / step:,.0f} tokens/s, {1e3 * step:,.1f} ms a step of "
-        f"{cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {train.read_by(cfg)}, {cfg.N_CHUNKS / step:,.1f} chunks/s")
+        f"{train.read_a_step(cfg)}, {cfg.N_CHUNKS / step:,.1f} chunks/s")
 
 
 def median_seconds(run, seconds=0.5):

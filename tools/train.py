@@ -121,16 +121,16 @@ def seconds_of(run):
     return time.perf_counter() - began
 
 
-def read_by(cfg):
-    """What a step has many of."""
-    return "members" if cfg.PERTURB == "weights" else "windows"
+def read_a_step(cfg):
+    """What a step evaluates."""
+    return f"{cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} " + ("members" if cfg.PERTURB == "weights" else "windows")
 
 
 def tell_pace(cfg, engine, log):
     """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
     count, seconds = few(cfg, engine)
     seconds *= cfg.POPULATION_SIZE / count
-    log(f"a step of {cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {read_by(cfg)} takes about " + (
+    log(f"a step of {read_a_step(cfg)} takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
         f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
     if "vnni" not in engine.name and cfg.SIMD == "auto":
@@ -310,7 +310,7 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
             console.line(f"the run has its {run.step} steps already: raise --steps to continue")
             return coordinator.progress
         ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
-        console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE * cfg.LOCAL_STEPS:,} {read_by(cfg)} a step, "
+        console.line(f"training {parameters.n_weights(cfg):,} weights, {read_a_step(cfg)} a step, "
                      f"from step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
         console.line(f"kept in {run.directory}{run.beside}" if run.directory else
                      "nothing of this run is kept: --save-dir DIR keeps it")
