@@ -78,7 +78,7 @@ class FakeEngine:
             return losses
         digits = (steps.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(int8) - int8(1)
         digits[size:] = 0
-        return pack_digits(digits), int(losses.sum())
+        return pack_digits(digits, self.cfg.DIGIT_VALUES), int(losses.sum())
 
     def begin(self, first, count):
         pass

@@ -244,7 +244,7 @@ def test_while_no_time_is_known_a_chunk_takes_as_long_as_its_worker_gives_signs_
         assert ("worker slow (127.0.0.1" in "".join(re.findall(".* has not delivered .*", server.said))) != beats
 
 
-@pytest.mark.parametrize("local", [1, 2])
+@mark.parametrize("local", [1, 2])
 def test_rates_fall_before_a_planned_end(tmp_path, monkeypatch, local):
     """As a byte of every step says, with LOCAL_STEPS for the next one; those of a run that goes on fall from where it
     does so."""
