@@ -669,9 +669,10 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        need(_largest_sum(cfg) < 1 << 15, "POPULATION_SIZE",
-             ("must be less than 91 chunks with LOCAL_STEPS" if cfg.LOCAL_STEPS > 1 else
-              "must be less than 32,768 / VOTE_LEVELS chunks with PERTURB = units") + ": sums of digits are of 16 bits")
+        most = 2047 if cfg.VOTE_LEVELS == 1 else 32767
+        need(_largest_sum(cfg) <= most, "POPULATION_SIZE",
+             f"must be at most {90 if cfg.LOCAL_STEPS > 1 else most // cfg.VOTE_LEVELS:,} chunks with PERTURB = units, "
+             f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits are of 12 to 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")

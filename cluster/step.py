@@ -52,7 +52,7 @@ class Step:
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
         self._reported = set()                       # chunks of `dispute`
-        self._sums = None                            # of the digits of what is done (steps.sums_of)
+        self._sums = steps.Sums(cfg) if cfg.SUMMED else None         # of the digits of what is done
 
     @property
     def disputed(self):
@@ -178,11 +178,9 @@ class Step:
         before = self.done.pop(chunk, None)
         if outcome:
             self.done[chunk] = outcome
-        if self._sums is None and self.cfg.SUMMED:
-            self._sums = steps.sums_of(self.cfg)
         for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
             if one and self._sums is not None:
-                steps.add_digits(self.cfg, self._sums, one.packed, sign)
+                self._sums.add(one.packed, sign)
 
     def _wanted(self, chunk):
         """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""

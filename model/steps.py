@@ -83,34 +83,61 @@ def unpack_digits(packed, count, values=3):
     return digits[:count]
 
 
-def sums_of(cfg, data=b""):
-    """int8 or int16 [n, CHUNK_DIGITS / n]: the sums of the terms of digits over chunks, digit n i + k at [k, i], n of
-    them in a byte, from the bytes of a step of unit trials; zeros without any."""
+class Sums:
+    """The sums of the terms of digits over the chunks of a step. A number of uint64 [CHUNK_BYTES] has those of the n
+    digits of a byte, each in 64 // n bits and more by half of their range, so that one lookup and one addition add a
+    byte, and nothing is carried."""
+
+    def __init__(self, cfg):
+        import numpy as np
+        self._cfg, n = cfg, packing(cfg.DIGIT_VALUES).digits
+        self._bits = 64 // n
+        half = 1 << self._bits - 1
+        self._totals = np.full(cfg.CHUNK_BYTES, sum(half << self._bits * k for k in range(n)), np.uint64)
+
+    def add(self, packed, sign=1):
+        """Adds the packed digits of a chunk, or takes them back: sign -1."""
+        import numpy as np
+        table = _terms_of_bytes(self._cfg.DIGIT_VALUES, self._cfg.N_CHUNKS if self._cfg.LOCAL_STEPS > 1 else 1)
+        # modulo 2^64; mode: no byte is beyond the table, and without a check it takes a third of the time
+        self._totals += np.take(table if sign > 0 else -table, np.frombuffer(packed, np.uint8), mode="clip")
+
+    def planes(self):
+        """int8 or int16 [n, CHUNK_BYTES]: the sum of digit n i + k at [k, i]."""
+        import numpy as np
+        n, bits = packing(self._cfg.DIGIT_VALUES).digits, self._bits
+        planes = np.empty((n, self._totals.size), sum_kind(self._cfg))
+        for k, plane in enumerate(planes):
+            sums = self._totals >> bits * k
+            # the lowest bits that a sum has, where the others are those of half the range
+            plane[:] = sums if bits >= 8 * planes.itemsize else (sums & (1 << bits) - 1) - (1 << bits - 1)
+        return planes
+
+
+@functools.cache
+def _terms_of_bytes(values, chunks):
+    """uint64 [256]: the terms of the digits in a byte, as in `Sums`. A term is the digit itself. With LOCAL_STEPS a
+    digit is 3 q + e, with e from -1 to 1, and its term is q (2 chunks + 1) + e: sums of q and of e stay apart."""
     import numpy as np
-    kind, shape = np.dtype("<i2" if cfg.WIDE_SUMS else "i1"), (packing(cfg.DIGIT_VALUES).digits, cfg.CHUNK_BYTES)
-    if data and cfg.SUMMED:
-        return np.frombuffer(data[:-1], kind).reshape(shape)
-    sums = np.zeros(shape, kind)
+    places = np.array([np.frombuffer(place, np.int8) for place in packing(values).places], np.int64)
+    terms = places + 2 * (chunks - 1) * ((places + 1) // 3)
+    return sum(term << 64 // len(terms) * k for k, term in enumerate(terms)).view(np.uint64)
+
+
+def sum_kind(cfg):
+    """The dtype of sums in the bytes of a step."""
+    return "<i2" if cfg.WIDE_SUMS else "i1"
+
+
+def sums_of(cfg, data):
+    """int8 or int16 [n, CHUNK_BYTES]: Sums.planes of the bytes of a step of unit trials."""
+    import numpy as np
+    if cfg.SUMMED:
+        return np.frombuffer(data[:-1], sum_kind(cfg)).reshape(-1, cfg.CHUNK_BYTES)
+    sums = Sums(cfg)
     for at in range(0, len(data) - 1, cfg.CHUNK_BYTES):
-        add_digits(cfg, sums, data[at:at + cfg.CHUNK_BYTES])
-    return sums
-
-
-def terms(cfg, digits):
-    """What digits, an int or an array of them, add to the sums of a step: themselves. With LOCAL_STEPS a digit is 3 q +
-    e with e from -1 to 1, and its term is q (2 N_CHUNKS + 1) + e: the sums of q and of e stay apart."""
-    return digits if cfg.LOCAL_STEPS == 1 else digits + 2 * (cfg.N_CHUNKS - 1) * ((digits + 1) // 3)
-
-
-def add_digits(cfg, sums, packed, sign=1):
-    """Adds the packed digits of a chunk to sums as `sums_of`, in place."""
-    import numpy as np
-    for its, table in zip(sums, packing(cfg.DIGIT_VALUES).places):
-        if cfg.LOCAL_STEPS == 1:
-            its += sign * np.frombuffer(packed.translate(table), np.int8)
-        else:
-            table = sign * terms(cfg, np.frombuffer(table, np.int8).astype(sums.dtype))
-            its += table[np.frombuffer(packed, np.uint8)]
+        sums.add(data[at:at + cfg.CHUNK_BYTES])
+    return sums.planes()
 
 
 def check_step(cfg, data):
@@ -134,10 +161,10 @@ def join_digits(cfg, chunks, cooling=0, sums=None):
     count = cfg.CHUNK_DIGITS
     if cfg.PERTURB == "units":
         if cfg.SUMMED and sums is None:
-            sums = sums_of(cfg)
+            sums = Sums(cfg)
             for packed in chunks:
-                add_digits(cfg, sums, packed)
-        return b"".join((*(chunks if sums is None else [sums]), bytes([cooling])))
+                sums.add(packed)
+        return b"".join((*(chunks if sums is None else [sums.planes()]), bytes([cooling])))
     if count % 5 == 0 or len(chunks) == 1:
         return b"".join(chunks)
     return pack_digits(b"".join(unpack_digits(chunk, count) for chunk in chunks))

@@ -105,7 +105,7 @@ def test_what_a_short_run_sends(chunks):
         q = np.rint(digits / 3).astype(int)
         equal(rules.step_votes(cfg, step),
               (q.sum(0) * (2 * chunks + 1) + (digits - 3 * q).sum(0, dtype=int)).astype(np.int32))
-    with raises(ConfigError, match="less than 91 chunks"):
+    with raises(ConfigError, match="at most 90 chunks"):
         cfg.changed(POPULATION_SIZE=91 * CFG.CHUNK_SIZE)
 
 
