@@ -242,7 +242,8 @@ PRESETS["best-bytes"] = {
 # model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="units", CHUNK_SIZE=64, POPULATION_SIZE=256, GROUP_SIZE=2, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, VOTE_LEVELS=1, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
+    ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, VOTE_LEVELS=1, LOCAL_STEPS=1, ADAM_BETA1=0.5,
+    ADAM_WEIGHT_DECAY=0.0002,
     LR_SCHEDULE="0:0.03, 10:0.045, 40:0.06, 150:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.25, VALIDATE_EVERY=20,
     SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
@@ -672,7 +673,7 @@ def validate(cfg, saved, given):
         most = 2047 if cfg.VOTE_LEVELS == 1 else 32767
         need(_largest_sum(cfg) <= most, "POPULATION_SIZE",
              f"must be at most {90 if cfg.LOCAL_STEPS > 1 else most // cfg.VOTE_LEVELS:,} chunks with PERTURB = units, "
-             f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits are of 12 to 16 bits")
+             f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums have 12 to 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
@@ -691,7 +692,7 @@ def digits_a_byte(values):
 
 
 def _largest_sum(cfg):
-    """int: the largest sum of the terms of a step's digits (model.steps.terms)."""
+    """int: the largest sum of the terms of a step's digits (model.steps.Sums)."""
     chunks = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     return (4 * chunks + 3) * chunks if cfg.LOCAL_STEPS > 1 else cfg.VOTE_LEVELS * chunks
 

@@ -86,7 +86,6 @@ class Worker:
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
-        self.joined = None, b""              # the last ones of a whole step, how it was cooled, and its bytes
         self.cooling = 0                     # of the step before (model.steps)
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
@@ -102,8 +101,7 @@ class Worker:
             digest = b""
             if link.version == V2:
                 digest = self.digest = self.digest or engine.digest()
-            whole = link.version == V2 and len(self.done) == self.cfg.N_CHUNKS
-            link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, whole, digest))
+            link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
             # with work begun ahead the device is not idle
             while (frame := link.any_of(answers, idle=not self.begun)).opcode == wire.SNAPSHOT_WANTED:
@@ -177,7 +175,8 @@ class Worker:
         self.done[first] = packed
         if len(self.done) == self.cfg.N_CHUNKS and self.engine.begin_update:
             # most steps are cooled as the one before; else the update is begun again
-            self._begin_update(self._joined(self.cooling))
+            chunks = [self.done[first] for first in sorted(self.done)]
+            self._begin_update(steps.join_digits(self.cfg, chunks, self.cooling))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed = 0
@@ -186,13 +185,6 @@ class Worker:
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.LOCAL_STEPS * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
-
-    def _joined(self, cooling):
-        """bytes: the step, all of whose chunks were done here. Sums of many chunks are made once."""
-        chunks = tuple(self.done[first] for first in sorted(self.done)), cooling
-        if self.joined[0] != chunks:
-            self.joined = chunks, steps.join_digits(self.cfg, *chunks)
-        return self.joined[1]
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
@@ -212,14 +204,11 @@ class Worker:
             return self._start_over(link, None, step)
 
         try:
-            if link.version == V2 and len(packed) == 1 and len(self.done) == self.cfg.N_CHUNKS:
-                packed = self._joined(packed[0])
-            else:
-                if link.version == V2:
-                    packed = history.unzip(packed, self.cfg.STEP_BYTES)
-                if len(packed) == self.cfg.STEP_BYTES:
-                    self._begin_update(packed)       # a GPU is at work while the bytes are checked
-                steps.check_step(self.cfg, packed)
+            if link.version == V2:
+                packed = history.unzip(packed, self.cfg.STEP_BYTES)
+            if len(packed) == self.cfg.STEP_BYTES:
+                self._begin_update(packed)           # a GPU is at work while the bytes are checked
+            steps.check_step(self.cfg, packed)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -474,7 +463,6 @@ class RemoteWorker(Role):
     auth.Card, one without digests with protocol 1."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
-    whole = False              # with its last request: it has the digits of every chunk of its step itself
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
     state_asked = None         # step at which it was last asked for its state (snapshots.Collector)
@@ -504,7 +492,6 @@ class RemoteWorker(Role):
             case wire.JOB_REQUEST:
                 coordinator.collector.goes_on(self)
                 request = wire.JOB_REQUEST.unpack(payload)
-                self.whole = request.whole == 1
                 coordinator.take_request(self, request.step, request.digest or None)
             case wire.RESULT:
                 coordinator.collector.goes_on(self)
@@ -595,7 +582,6 @@ class Coordinator:
     closing, _check_at = False, 0.0
     _measuring = None          # the worker that measures the last state; False: that is done
     _ended = None              # the event of the last step, until it is reported
-    _makers, _cooling = (), 0  # the workers that have sent every digit of the last step; how it was cooled
     status = status.report
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
@@ -628,7 +614,7 @@ class Coordinator:
         self.hub.poll(0 if self.dispatcher.busy else timeout)
         self.dispatcher.changed |= self.collector.beside.turn()
         self.dispatcher.answer_waiting()
-        if not self.dispatcher.busy and self.run.on_disk:        # before anything else is written: workers come first
+        if not self.dispatcher.busy:                 # before anything else is written: workers come first
             self._conclude_step()
         now = time.monotonic()
         if now >= self._check_at:
@@ -735,10 +721,7 @@ class Coordinator:
         self.collector.ask(worker)                   # for the state of this step, before it has anything else to do
         if step < run.step:
             worker.joins = False
-            if worker.whole and step == run.step - 1 and worker in self._makers:
-                packed = bytes([self._cooling])
-            else:
-                packed = run.body(step) if worker.version == V2 else run.fitness(step)
+            packed = run.body(step) if worker.version == V2 else run.fitness(step)
             session.reply(wire.JOB_RESPONSE, run.seed, step + 1, 0, len(packed), packed)
         elif self.island.handover:
             self.dispatcher.hold(worker)
@@ -781,20 +764,16 @@ class Coordinator:
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
         reads_text = any(map(self.dispatcher.votes_from_text, work.done))
-        self._cooling, self._makers = self.progress.cooling(self.steps, self.minutes), work.makers()
-        fitness = work.fitness(self._cooling)
-        self.run.append(fitness, sum_loss, self.progress.updates)
-        if not self._makers:
-            self.run.sync()                          # before any worker sees the next step
+        fitness = work.fitness(self.progress.cooling(self.steps, self.minutes))
+        self.run.append(fitness, sum_loss, self.progress.updates)            # before any worker sees the next step
         self._ended = self.progress.complete_step(step, sum_loss if reads_text else None, fitness)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()
 
     def _conclude_step(self):
-        """Reports the step that has ended, once it is on the disk, while the workers go on."""
+        """Reports the step that has ended, while the workers go on."""
         if self._ended:
-            self.run.sync()
             event, self._ended = self._ended, None
             self.events.emit("step", **event)
 

@@ -1,7 +1,7 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
-(SPEC 17). A record is on the disk before anybody sees the next step but a worker that has made all of it itself, so a
-completed step is never lost. A run that began from an imported model, each epoch of an island, and a run with unit
-trials is rebuilt from the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
+(SPEC 17). A record is on the disk before anybody sees the next step, so a completed step is never lost. A run that
+began from an imported model, each epoch of an island, and a run with unit trials is rebuilt from the snapshot of its
+Start. The file of the previous epoch stays beside the present one as OLD.
 
 A power cut takes what was not synced, content or name. So no file of a run is removed before what replaces it is on the
 disk: `replacing`, `link_file` and `sync_directory` end with that."""
@@ -238,7 +238,6 @@ class Run:
     beside = ""
     data = held_out = bytes(32)
     _newest = None, b""                      # the last step that was appended, and its body, which all workers want
-    _writer = _writing = None                # the thread that writes it, and the Future of its record
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -267,7 +266,6 @@ class Run:
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
-        self.sync()
         if step == self._newest[0]:
             return self._newest[1]
         k = step - self.start.step
@@ -281,24 +279,14 @@ class Run:
 
     def record(self, step):
         """The Record of a completed step."""
-        self.sync()
         return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step. A thread writes it, so that the loop goes on; after `sync` it is on the disk."""
-        self.sync()
-        if not self._writer:
-            from concurrent.futures import ThreadPoolExecutor       # here, so that a coordinator starts without it
-            self._writer = ThreadPoolExecutor(1)
-        self._before = self.step, self.seed
-        self._writing = self._writer.submit(self._write, packed, self.step, sum_loss, updates, self.seed)
-        self._advance()
-
-    def _write(self, packed, step, sum_loss, updates, seed):
-        handle, at = self._file.fileno(), self._offsets[-1]
-        body = _compressed(self.cfg, packed)
-        head = with_crc(RECORD.pack(len(body), step, sum_loss, updates, seed))
-        with explained(HistoryError, self._name, f"step {step} is not kept, all before it are; {TO_RETRY}"):
+        """Completes the current step, which is then on the disk, for a run that is kept. After a HistoryError nothing
+        has changed."""
+        handle, at, body = self._file.fileno(), self._offsets[-1], _compressed(self.cfg, packed)
+        head = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed))
+        with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
             try:
                 for part in head, body, crc(body):
                     while part:
@@ -309,35 +297,19 @@ class Run:
             except OSError:
                 os.ftruncate(handle, self._offsets[-1])
                 raise
-        self._newest = step, body
+        self._newest = self.step, body
         self._offsets.append(at)
-
-    @property
-    def on_disk(self):
-        """Whether `sync` would not wait."""
-        return not self._writing or self._writing.done()
+        self._advance()
 
     def copy(self, directory):
         """Writes the history as it is into another directory. Raises OSError."""
-        self.sync()
         with replacing(directory, FILE) as file:
             self._file.seek(0)
             shutil.copyfileobj(self._file, file, PIECE)
 
-    def sync(self):
-        """Waits until the appended steps are written and, for a run that is kept, on the disk. Raises HistoryError;
-        after any error the last of them is gone."""
-        if self._writing:
-            try:
-                self._writing.result()
-            except Exception:
-                self._writing, (self.step, self.seed) = None, self._before
-                raise
-
     def begin_epoch(self, start):
         """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
         of the two epochs is on the disk completely. Raises OSError; then nothing has changed."""
-        self.sync()
         # a handover that was interrupted may have left the other name
         link_file(self._name, os.path.join(self.directory, OLD.format(self.start.epoch)))
         for work in self._rewrite(start):
@@ -364,20 +336,14 @@ class Run:
         return digest != before != bytes(32)
 
     def close(self):
-        try:
-            self.sync()
-        finally:
-            self._file.close()
-            if self._writer:
-                self._writer.shutdown()
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+        self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
         The run goes on meanwhile; the steps that have come are copied in the loop."""
-        self.sync()
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
@@ -394,7 +360,6 @@ class Run:
 
             for _ in range(2):               # at the second time what has come during the first
                 yield functools.partial(copy, offsets[-1])
-            self.sync()
             copy(offsets[-1])
             new = open_file(file.name, "r+b")
         self._file = new

@@ -68,11 +68,6 @@ class Step:
         chunks = [self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)]
         return steps.join_digits(self.cfg, chunks, cooling, self._sums)
 
-    def makers(self):
-        """{worker}: those that have delivered, each alone, all that counts."""
-        return {worker for worker, chunks in self.delivered.items() if len(chunks) == self.cfg.N_CHUNKS and all(
-            self.results[chunk].get(worker.author) == outcome for chunk, outcome in self.done.items())}
-
     def take(self, worker, now, known=()):
         """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
         step before. One of these comes first if it is among the next few: a worker that is handed the same chunks in

@@ -53,14 +53,11 @@ class Frame(int):
 
 
 # both versions
-# whole: 1 if the sender has the digits of every chunk of this step, which it has done itself; digest: of the state at
-# this step, version 2 alone
-JOB_REQUEST = Frame(0, "seed:Q step:Q whole:Q digest")
+JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
 # updates: weights changed by the worker's last update, 0 where it has reported them; packed: digits (SPEC 8)
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
                lambda cfg: cfg.CHUNK_BYTES)
-# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2, where one byte, the
-# cooling of the step, stands for what the worker has sent
+# first: a member; packed: the bytes of a step (steps.join_digits), compressed by zstd in version 2
 JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: cfg.STEP_BYTES)
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it

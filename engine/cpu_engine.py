@@ -207,9 +207,10 @@ class CpuEngine:
         return self._units.chunk(results, pool) if pool else np.concatenate(results)
 
     def rate(self, cooling=0):
-        """float: the rate of this step. With LOCAL_STEPS, its cooling is what the step before said."""
-        local = self.cfg.LOCAL_STEPS
-        return steps.learning_rate(self.cfg, self.step * local, cooling if local == 1 else self._model.overlay[0])
+        """float: the rate of this step; cooling: that of its bytes, or with LOCAL_STEPS that of those before."""
+        if self._local:
+            cooling = steps.known_cooling(self.cfg, self._model.overlay)
+        return steps.learning_rate(self.cfg, self.step * self.cfg.LOCAL_STEPS, cooling)
 
     def vote(self, first, windows, advantages, counted, temperature):
         """bytes: the packed digits of a chunk of windows int32 [n, T + 1], from number `first` of this step on, at a
@@ -376,7 +377,7 @@ def short_run(engine, local, first, count):
     for _ in range(cfg.LOCAL_STEPS):
         packed, its = local.evaluate(first, count)
         votes = rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, cfg.DIGIT_VALUES).astype(np.int32)
-        local.advance(steps.learning_rate(cfg, local.step, before.overlay[0]), votes)
+        local.advance(steps.learning_rate(cfg, local.step, steps.known_cooling(cfg, before.overlay)), votes)
         loss += its
     after, digits, rate = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8), engine.rate()
     for t in parameters.tensors(cfg):

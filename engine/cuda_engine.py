@@ -507,7 +507,7 @@ class CudaEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
-        self._cooling = int(state.overlay[0]) if self._run else 0
+        self._cooling = steps.known_cooling(self.cfg, state.overlay)
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self._save()
         self.stream.synchronize()
@@ -591,7 +591,7 @@ class CudaEngine:
         return room.copy(evaluation.result, self.stream).record(self.stream)
 
     def _rate(self, cooling=0):
-        """float: the rate of the step on the device. With LOCAL_STEPS, its cooling is what the step before said."""
+        """float: the rate of the step on the device; cooling: that of its bytes, or with LOCAL_STEPS the known one."""
         step, _, known = self._at
         return steps.learning_rate(self.cfg, step * self.cfg.LOCAL_STEPS, known if self._run else cooling)
 

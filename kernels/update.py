@@ -260,7 +260,7 @@ def unpack_kernel(cfg):
                 for k in range(EACH):
                     digit = byte % int32(VALUES)
                     digit = int32(digit - VALUES) if digit > VALUES // 2 else digit
-                    if moves:                                # steps.terms; 10: no negative number is divided
+                    if moves:                                # steps.Sums; 10: no negative number is divided
                         digit += int32(2 * (chunks - 1)) * ((digit + int32(10)) // int32(3) - int32(3))
                     sums[k] += digit
                     byte //= int32(VALUES)

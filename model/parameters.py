@@ -199,7 +199,7 @@ def initial_state(cfg):
         matrix = uniform_noise(draws[:t.size], cfg.HOST_MASK, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         draws = draws[t.size:]
         weights[t.span] = to_canonical(matrix)
-    overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT if cfg.LOCAL_STEPS == 1 else 0, np.int8)
+    overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
     return State(weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
 
 

@@ -181,6 +181,12 @@ def cooling_of(cfg, fitness):
     return min(fitness[-1], COOLINGS - 1) if cfg.PERTURB == "units" else 0
 
 
+def known_cooling(cfg, overlay):
+    """int: with LOCAL_STEPS, the cooling of a step, which its chunks know: what the step before has left in the first
+    entry of the overlay. A state of another kind has none there."""
+    return int(overlay[0]) if cfg.LOCAL_STEPS > 1 and 0 <= overlay[0] < COOLINGS else 0
+
+
 def learning_rate(cfg, update, cooling=0):
     """float: the rate of the update with this number in a run, which is a step, or a local step of a chunk."""
     return cfg.learning_rate(update) * (1 - cooling / COOLINGS)

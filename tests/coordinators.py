@@ -283,8 +283,8 @@ class Peer2(Peer):
         self.cfg, *_ = place(at, cfg)
         self.link = egg_net.Link(*place(at, cfg), V2, access or auth.Access(secret), card(self.cfg, **values))
 
-    def ask(self, step, digest=bytes(16), whole=0):
-        self.send(JOB_REQUEST, 0, step, whole, digest.ljust(wire.DIGEST, b"\0"))
+    def ask(self, step, digest=bytes(16)):
+        self.send(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0"))
 
     def next(self, *opcodes, timeout=60):
         return self.link.any_of(opcodes, timeout)[1:]

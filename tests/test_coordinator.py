@@ -164,38 +164,6 @@ def test_a_worker_tells_how_long_it_waited_and_received(tmp_path, monkeypatch):
     assert of_kind("link", events(tmp_path))
 
 
-def test_who_has_done_a_whole_step_is_sent_none_of_its_digits(tmp_path):
-    with Server(tmp_path, UNITS) as server:
-        alone, other = Peer2(server, name="alone"), Peer2(server, name="other")
-        alone.works(0, UNITS.N_CHUNKS, packed=bytes(UNITS.CHUNK_BYTES))
-        for whole in 1, 0:                               # 0: it has lost them
-            alone.ask(0, whole=whole)
-            packed = alone.answer().packed
-            assert packed == b"\0" if whole else history.unzip(packed, UNITS.STEP_BYTES) == server.run.fitness(0)
-        other.ask(0, whole=1)
-        assert len(other.answer().packed) > 8            # it has done nothing
-    with Server(tmp_path / "alone", UNITS, steps=8, stay=True) as server:
-        server.work(engine := FakeEngine(UNITS))
-        until(lambda: engine.step == 8)
-        assert server.progress.traffic.sent < UNITS.STEP_BYTES and engine.digest() == expected(8, UNITS)[1]
-
-
-def test_only_who_has_done_a_whole_step_goes_on_before_it_is_on_the_disk(tmp_path, monkeypatch):
-    disk, fsync = threading.Event(), os.fsync
-    with Server(tmp_path, UNITS, save=True) as server:
-        alone, other = Peer2(server, name="alone"), Peer2(server, name="other")
-        monkeypatch.setattr(os, "fsync", lambda handle: disk.wait(60) and fsync(handle))
-        alone.works(0, UNITS.N_CHUNKS, packed=bytes(UNITS.CHUNK_BYTES))
-        alone.ask(0, whole=1)
-        assert alone.answer().packed == b"\0" and alone.chunk(1) == 0
-        other.ask(0)
-        assert other.silent() and "Step 0" not in server.said
-        disk.set()
-        assert other.answer().step == 1
-        server.says("Step 0 ")
-
-
-
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
     # 300 results a second of one core, whatever else runs on it

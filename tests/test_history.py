@@ -33,8 +33,7 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path, monkeypatch):
     with opened(tmp_path, cfg=cfg) as run, monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         for k in range(100_000):
-            run._write(fitness, run.step, k, 0, run.seed)
-            run._advance()
+            run.append(fitness, k, 0)
     started = thread_time()
     with opened(tmp_path, cfg=cfg) as run:
         seconds = thread_time() - started
@@ -153,7 +152,6 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
             patched.setattr(os, "pwrite", half)
             with refused("No space left on device: step 2 is not kept", history.HistoryError):
                 run.append(packed[0], 1, 1)
-                run.sync()
         run.append(packed[0], 1, 1)
     assert kept(tmp_path) == packed + packed[:1]
 

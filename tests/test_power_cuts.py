@@ -36,14 +36,14 @@ class Disk:
         self._lock = threading.RLock()
         for name in "fsync", "replace", "unlink", "link", "symlink":
             patch.setattr(os, name, self._recorded(getattr(os, name)))
-        sync = history.Run.sync
+        append = history.Run.append
 
-        def seen(run):
-            sync(run)
+        def seen(run, *record):
+            append(run, *record)
             if run.directory and os.path.samefile(run.directory, directory):
                 self.step = run.step
 
-        patch.setattr(history.Run, "sync", seen)
+        patch.setattr(history.Run, "append", seen)
 
     def _recorded(self, call):
         def recorded(*arguments, **options):

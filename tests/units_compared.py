@@ -100,21 +100,24 @@ class PlainEngine:
         """SPEC 23."""
         cfg, before, local, loss = self.cfg, self.whole, self._local, 0
         local.load(dataclasses.replace(before, step=before.step * cfg.LOCAL_STEPS))
-        rate = cfg.learning_rate(before.step * cfg.LOCAL_STEPS) * (1 - before.overlay[0] / 20)
         for k in range(cfg.LOCAL_STEPS):
             packed, its = local.evaluate(first, count)
-            lower = cfg.learning_rate(before.step * cfg.LOCAL_STEPS + k) * (1 - before.overlay[0] / 20)
-            local.move(rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, 15).astype(np.int32), lower)
+            local.move(rules.unpacked_digits(packed, cfg.CHUNK_DIGITS, 15).astype(np.int32), self.rate(k))
             loss += its
         after, digits, f = local.state(), np.zeros(cfg.CHUNK_DIGITS, np.int8), np.float32
         for t in parameters.tensors(cfg):
             span, muon = t.span, cfg.USE_MUON and t.hidden
             moved = f(after.weights[span].astype(int) - before.weights[span]) \
                 + (after.moments[span, 2] - before.moments[span, 2])
-            q = np.rint(moved * f(1 / max(1e-30, self.unit(t, rate)))).astype(int)
+            q = np.rint(moved * f(1 / max(1e-30, self.unit(t, self.rate())))).astype(int)
             m = after.moments[span, 0]
             digits[span] = np.clip(q, -2, 2) * 3 + (m > 3) - (m < -3).astype(int) if muon else np.clip(q, -7, 7)
         return steps.pack_digits(digits, 15), loss
+
+    def rate(self, k=0):
+        cooling = int(self.whole.overlay[0])
+        return self.cfg.learning_rate(self.whole.step * self.cfg.LOCAL_STEPS + k) * (
+            1 - (cooling if 0 <= cooling < 20 else 0) / 20)
 
     def unit(self, t, rate):
         muon = self.cfg.USE_MUON and t.hidden
@@ -125,7 +128,6 @@ class PlainEngine:
         """votes int32 [CHUNK_DIGITS], the sums of a step of which chunks sent moves; number of weights changed."""
         cfg, state, changed, f = self.cfg, self.whole, 0, np.float32
         n, b2 = cfg.N_CHUNKS, cfg.ADAM_BETA2 ** cfg.LOCAL_STEPS
-        rate = cfg.learning_rate(state.step * cfg.LOCAL_STEPS) * (1 - state.overlay[0] / 20)
         for t in parameters.tensors(cfg):
             q, e = np.divmod(votes[t.span] + n, 2 * n + 1)
             e, w, (m, v, acc) = e - n, state.weights[t.span].astype(np.int32), state.moments[t.span].T
@@ -137,7 +139,7 @@ class PlainEngine:
                 unit = 0.4 * math.sqrt(cfg.LOCAL_STEPS)
                 m, v = 0 * m, fma(f(q * q), f((1 - b2) * unit ** 2 / (cfg.LOCAL_STEPS * n)), v * f(b2))
                 v = np.clip(v, f(0.02), f(200))
-            acc = fma(f(q), f(self.unit(t, rate) * (1.4 if n > 1 else 1) / n), acc)
+            acc = fma(f(q), f(self.unit(t, self.rate()) * (1.4 if n > 1 else 1) / n), acc)
             moved = np.clip(w + np.trunc(acc).astype(int), -127, 127)
             state.weights[t.span] = moved
             state.moments[t.span] = np.stack([m, v, np.clip(acc - f(moved - w), f(-1), f(1))], 1)
