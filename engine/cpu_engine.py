@@ -80,10 +80,10 @@ class CpuEngine:
         self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
         self._units = self._unit_votes(cfg) if cfg.PERTURB == "units" else None
-        # of the updates that a chunk makes for itself
-        self._local = CpuEngine(cfg.changed(LOCAL_STEPS=1), tokens, threads) if cfg.LOCAL_STEPS > 1 else None
+        # that of the updates that a chunk makes for itself, or None
+        self.local = CpuEngine(cfg.changed(LOCAL_STEPS=1), tokens, threads) if cfg.LOCAL_STEPS > 1 else None
         self._tensors = parameters.tensors(cfg)
-        self._followers = soft_targets.Tables(cfg, None if self._local else tokens)
+        self._followers = soft_targets.Tables(cfg, None if self.local else tokens)
         count = len(parameters.table(cfg))
         self._table = np.zeros((2 * count, cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
@@ -169,7 +169,7 @@ class CpuEngine:
 
     def begin(self, first, count):
         """Begins with an evaluation of this step on the other threads. Two may be begun."""
-        if (first, count) in self._begun or self._local:
+        if (first, count) in self._begun or self.local:
             return
         if len(self._begun) > 1:
             self._stop(next(iter(self._begun)))
@@ -199,8 +199,8 @@ class CpuEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step. With unit trials these are the windows of
         a chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
-        if self._local:
-            return short_run(self, self._local, first, count)
+        if self.local:
+            return short_run(self, self.local, first, count)
         self.begin(first, count)
         pool, job = self._begun.pop((first, count))
         results = job.finish()
@@ -208,7 +208,7 @@ class CpuEngine:
 
     def rate(self, cooling=0):
         """float: the rate of this step; cooling: that of its bytes, or with LOCAL_STEPS that of those before."""
-        if self._local:
+        if self.local:
             cooling = steps.known_cooling(self.cfg, self._model.overlay)
         return steps.learning_rate(self.cfg, self.step * self.cfg.LOCAL_STEPS, cooling)
 
@@ -230,7 +230,7 @@ class CpuEngine:
         cfg, cooling = self.cfg, steps.cooling_of(self.cfg, fitness)
         changed = self.advance(self.rate(cooling), rules.step_votes(cfg, fitness) if self._units else
                                rules.unpacked_digits(fitness, cfg.N_PAIRS))
-        if self._local:
+        if self.local:
             self._model.overlay[0] = cooling
         return changed
 

@@ -121,7 +121,14 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
             process.wait()
     with closing(history.open_run(cfg, directory)) as run:
         packed, digest = expected(run.step, cfg, kinds[0])
-        assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "units")
+        kept = whole(run)
+        first = run.start.step
+        bad = [first + k for k, (a, b) in enumerate(zip(kept, packed[first:])) if a != b]
+        if kept != packed[first:]:
+            import shutil
+            shutil.copytree(directory, f"/tmp/failed-{os.getpid()}", symlinks=True)
+        assert kept == packed[first:], (first, run.step, len(kept), len(packed), bad[:9], run.notices)
+        assert not run.start.step or cfg.PERTURB == "units", (run.start, run.notices, (directory / "events.jsonl").read_text()[-3000:])
         engine = kinds[0](cfg)
         if run.start.step:                       # with unit trials the history begins with a snapshot
             engine.load(snapshots.Shelf(cfg, run).state(run.start.step))

@@ -320,7 +320,7 @@ def warmed(preset, defines, verbs):
 
 @mark.parametrize("preset, defines", [
     ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2"]),
-    ("deggs", ["NTT_MODE=1", "CHUNK_SIZE=64"]), ("best", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+    ("deggs", ["NTT_MODE=1", "CHUNK_SIZE=64"]), ("best", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "LOCAL_STEPS=2"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
     assert warmed(preset, defines, STEP + REPORT)[1] == []
 
@@ -385,7 +385,7 @@ def test_the_time_of_a_step_is_told_before_the_first(bytes_here, monkeypatch, co
     assert said.index(line) < said.index("worker: ") and ("VNNI" in said) == ("vnni" not in said)
     assert line_with("a step of ", succeeds(run("arch", *bytes_here)))
     slow, lines = mock.Mock(**{"evaluate.side_effect": lambda *_: time.sleep(0.3)}), []
-    slow.name = "cpu madd x2"
+    slow.name, slow.local = "cpu madd x2", None
     train.tell_pace(make(), slow, lines.append)
     assert re.match(r"a step of 327,680 members takes about [\d,]+ min here: --preset laptop, a GPU or ", lines[0])
     assert lines[1].startswith("this processor has no VNNI")

@@ -128,8 +128,8 @@ def read_a_step(cfg):
 
 def tell_pace(cfg, engine, log):
     """Tells how long a step takes on a CPU, as measured, and what to choose where that is long."""
-    count, seconds = few(cfg, engine)
-    seconds *= cfg.POPULATION_SIZE / count
+    count, seconds = few(cfg, engine.local or engine)
+    seconds *= cfg.POPULATION_SIZE * cfg.LOCAL_STEPS / count
     log(f"a step of {read_a_step(cfg)} takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
         f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
