@@ -19,7 +19,7 @@ MODELS = {
     "wide gru": dict(GRU, HIDDEN_DIM=288),
     "units": dict(GRU, PERTURB="units", HIDDEN_DIM=96, SEQ_LEN=100, MLP_RELU=1, SOFT_TARGETS=((0, 3),)),
     "units of a transformer": dict(PERTURB="units", HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=72, CHUNK_SIZE=8,
-                                   ADAPTIVE_NOISE_MODE=0, LOSS="exact"),
+                                   ADAPTIVE_NOISE_MODE=0, LOSS="exact", VOTE_LEVELS=7, LOCAL_STEPS=2),
 }
 STEP, REPORT = ("load", "step"), ("validate", "write", "digest")
 ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (STEP, REPORT)]
@@ -33,7 +33,7 @@ CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), STEP, "full_
            for cc, names in (((8, 6), ""), ((9, 0), "pack|product|inner|scaled")))]
 # arithmetic as IEEE 754 has it, of kernels whose floats must be those of every other machine
 ROUNDED = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
-UPDATE = "optimize|muon"                    # with fused operations where the rule has them
+UPDATE = "optimize|muon|moves"                    # with fused operations where the rule has them
 CREDITS = "descend|try_|as_rows|through_|loudest_read|spread|token_votes|bias_votes"
 
 
