@@ -86,7 +86,7 @@ class Worker:
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
-        self.cooling = 0                     # of the step before (model.steps)
+        self.cooling = 0                     # of the step before, or as the coordinator has told (model.steps)
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
 
@@ -96,7 +96,7 @@ class Worker:
         result = b""
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
-            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE
+            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE, wire.COOLING
         while True:
             digest = b""
             if link.version == V2:
@@ -104,8 +104,11 @@ class Worker:
             link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
             # with work begun ahead the device is not idle
-            while (frame := link.any_of(answers, idle=not self.begun)).opcode == wire.SNAPSHOT_WANTED:
-                self._send_state(link, link.unpack_step(frame.payload))
+            while (frame := link.any_of(answers, idle=not self.begun)).opcode in (wire.SNAPSHOT_WANTED, wire.COOLING):
+                if frame.opcode == wire.COOLING:
+                    self.cooling, = frame.payload
+                else:
+                    self._send_state(link, link.unpack_step(frame.payload))
             self.answers += 1
             if frame.opcode == wire.MEASURE:
                 self._report(link, True)
@@ -728,6 +731,8 @@ class Coordinator:
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             worker.joins = False
             self.progress.chunk_handed_out()
+            if self.cfg.LOCAL_STEPS > 1:             # else a wrong guess would cost a whole chunk
+                session.reply(wire.COOLING, self._cooling)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
         elif self.closing and self._measuring is None and worker.version == V2:
             self._measuring = worker
@@ -764,7 +769,9 @@ class Coordinator:
         self._conclude_step()                        # if two end in one turn
         sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
         reads_text = any(map(self.dispatcher.votes_from_text, work.done))
-        fitness = work.fitness(self.progress.cooling(self.steps, self.minutes))
+        if self.cfg.LOCAL_STEPS == 1:
+            self._cooling = self.progress.cooling(self.steps, self.minutes)
+        fitness = work.fitness(self._cooling)
         self.run.append(fitness, sum_loss, self.progress.updates)            # before any worker sees the next step
         self._ended = self.progress.complete_step(step, sum_loss if reads_text else None, fitness)
         self._begin_step()
@@ -780,6 +787,7 @@ class Coordinator:
     def _begin_step(self):
         self.dispatcher.begin_step()
         self.progress.begin_step()
+        self._cooling = self.progress.cooling(self.steps, self.minutes)
 
     # states
 

@@ -55,6 +55,7 @@ class Progress:
     unigram = 0.0              # the validation of a table of single tokens, where it is known
     enough = ""                # why they have ended it, for the last line
     _worse = 0
+    _lasted = 0.0              # seconds, of the last step
 
     def __init__(self, cfg, run, events):
         self.cfg = cfg
@@ -90,10 +91,11 @@ class Progress:
         return max(self._updates, default=0)
 
     def cooling(self, last, minutes):
-        """What the step that ends says (model.steps), of a run that is planned up to step `last`, for so many minutes,
-        or neither: None."""
-        step = self.run.step + (self.cfg.LOCAL_STEPS > 1)
-        begun, seconds = self.first_step, time.monotonic() - self.started if self.started else 0
+        """What the step that ends says (model.steps), or with LOCAL_STEPS that which begins, of the next: of a run that
+        is planned up to step `last`, for so many minutes, or neither: None."""
+        early = self.cfg.LOCAL_STEPS > 1
+        begun, step = self.first_step, self.run.step + early
+        seconds = time.monotonic() - self.started + early * self._lasted if self.started else 0
         return steps.cooling_at(max((step - begun) / max(1, last - begun) if last is not None else 0,
                                     seconds / (60 * minutes) if minutes else 0))
 
@@ -106,7 +108,7 @@ class Progress:
     def complete_step(self, step, sum_loss, fitness):
         """The fields of the event of a completed step, whose packed digits are `fitness`."""
         now = self._completed = time.monotonic()
-        seconds = max(now - self._step_started, 1e-6)
+        seconds = self._lasted = max(now - self._step_started, 1e-6)
         self.speed = (self.cfg.STEP_TOKENS + self._written) / seconds
         rate = steps.learning_rate(self.cfg, step * self.cfg.LOCAL_STEPS, steps.cooling_of(self.cfg, fitness))
         return {**self.of_step(step, sum_loss), "updates": self.updates, "reports": len(self._updates),

@@ -80,6 +80,8 @@ PROVED = Frame(48, "proof:32s")
 REWARD = Frame(51, "step:Q texts:Q reward:d json", 1 << 17)
 MEASURE = Frame(52)                                  # validate, sample: the run ends with this state
 SPENT = Frame(53, "idle:d receiving:d")              # seconds of this connection that a worker waited, and received
+# what the bytes of the present step will say (model.steps): with LOCAL_STEPS, before a chunk
+COOLING = Frame(54, "cooling:B")
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 
@@ -153,7 +155,7 @@ def limits(cfg):
 
 # the frames that a worker or a reader of the status takes
 FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
-                                              SNAPSHOT_DATA, STATUS, MEASURE)}
+                                              SNAPSHOT_DATA, STATUS, MEASURE, COOLING)}
 # the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}

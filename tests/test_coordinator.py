@@ -164,6 +164,18 @@ def test_a_worker_tells_how_long_it_waited_and_received(tmp_path, monkeypatch):
     assert of_kind("link", events(tmp_path))
 
 
+def test_with_local_steps_a_worker_knows_how_a_step_is_cooled_before_it_ends(tmp_path):
+    cfg = UNITS.changed(LOCAL_STEPS=2, VOTE_LEVELS=7)
+    with Server(tmp_path, cfg, steps=2) as server:
+        peer = Peer2(server, cfg=cfg)
+        for step, share in (0, 0.5), (1, 1.0):
+            peer.ask(step)
+            *_, payload = peer.next(wire.COOLING)
+            peer.works(step, cfg.N_CHUNKS, packed=bytes(cfg.CHUNK_BYTES))
+            until(lambda: server.run.step == step + 1)
+            assert [*payload] == [server.run.fitness(step)[-1]] == [steps.cooling_at(share)]
+
+
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
     # 300 results a second of one core, whatever else runs on it
