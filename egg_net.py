@@ -57,7 +57,7 @@ from model import steps
 
 SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
 FIRST_SLICE = 64           # members or windows, before its speed is known
-SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
+SURE_AFTER = 4             # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
 TABLES = "tables of exponentials, cosines and powers, which its NumPy and libm make,"
