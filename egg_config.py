@@ -109,8 +109,8 @@ SOFT_TARGETS = ()                # contexts 0 to 7 | run   | first step:context,
 # --- optimizer -------------------------------------------------------------------------------------------------------
 OPTIMIZER = "adamw"              # adamw, sgd, ztest | all | `adamw`, `sgd` (the accumulator collects votes), or `ztest`
 #                                                            (significant votes move weights)
-LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first step:rate, ...; not used by
-#                                                            `ztest`
+LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first update:rate, ...; not used
+#                                                            by `ztest`. An update is a step, or one of LOCAL_STEPS
 ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
 ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
 ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
@@ -670,16 +670,19 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        most = 2047 if cfg.VOTE_LEVELS == 1 else 32767
-        need(_largest_sum(cfg) <= most, "POPULATION_SIZE",
-             f"must be at most {90 if cfg.LOCAL_STEPS > 1 else most // cfg.VOTE_LEVELS:,} chunks with PERTURB = units, "
-             f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums have 12 to 16 bits")
+        largest = 2047 if cfg.VOTE_LEVELS == 1 else 32767
+        most = 90 if cfg.LOCAL_STEPS > 1 else largest // cfg.VOTE_LEVELS
+        need(_largest_sum(cfg) <= largest, "POPULATION_SIZE",
+             f"must be at most {most * cfg.CHUNK_SIZE:,}, which is {most:,} chunks, with PERTURB = units, VOTE_LEVELS = "
+             f"{cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits have 12 to 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")
     if cfg.LOCAL_STEPS > 1:
-        for name, value in ("PERTURB", "units"), ("VOTE_LEVELS", 7), ("OBJECTIVE", ""):
-            need(getattr(cfg, name) == value, name, f"must be {value or 'empty'} with LOCAL_STEPS above 1")
+        need(not cfg.OBJECTIVE, "LOCAL_STEPS", "must be 1 with --objective: leave it out")
+        need(cfg.PERTURB == "units", "LOCAL_STEPS", "must be 1 with noise on weights: unit trials have more, as in "
+             "--preset laptop and best")
+        need(cfg.VOTE_LEVELS == 7, "VOTE_LEVELS", "must be 7 with LOCAL_STEPS above 1")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")

@@ -9,12 +9,14 @@ import pytest
 from pytest import raises
 
 from cluster import history
+from cluster.console import Printer
 from coordinators import Peer, Server, cluster
 from egg_config import ConfigError
 from engine import cpu_engine, simd
 from fakes import Lines, UNITS
 from model import parameters, rewards, rules, steps, units
 from model.reading import votes_of_windows
+from tools import use
 from readings import equal
 from recordings import python
 from units_compared import GPU_KINDS, PlainEngine, chunk_digits, course, engine_of, random_configuration, step_of
@@ -105,13 +107,24 @@ def test_what_a_short_run_sends(chunks):
         q = np.rint(digits / 3).astype(int)
         equal(rules.step_votes(cfg, step),
               (q.sum(0) * (2 * chunks + 1) + (digits - 3 * q).sum(0, dtype=int)).astype(np.int32))
-    with raises(ConfigError, match="at most 90 chunks"):
+    with raises(ConfigError, match="which is 90 chunks"):
         cfg.changed(POPULATION_SIZE=91 * CFG.CHUNK_SIZE)
 
 
 def short_runs(chunks):
     return CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=3, CHUNK_SIZE=4, POPULATION_SIZE=4 * chunks, USE_MUON=1,
                        ADAM_BETA1=0.5, MUON_LR_SCALE=3.0)
+
+
+def test_a_new_run_with_other_local_steps_goes_on_at_the_same_update(tmp_path):
+    """So do its rates."""
+    cfg = CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=2, CHUNK_SIZE=4, POPULATION_SIZE=8)
+    cluster(tmp_path / "a", [cpu_engine.CpuEngine(cfg, TOKENS, threads=1)], 5, cfg, save=True)
+    for local, first in (1, 10), (2, 5), (4, 2):
+        new = cfg.changed(LOCAL_STEPS=local)
+        use.begin(new, cfg, str(tmp_path / "a"), str(tmp_path / f"b{local}"), 1, Printer(Lines()), None)
+        with contextlib.closing(history.open_run(new, tmp_path / f"b{local}")) as run:
+            assert run.start.step == run.step == first
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])

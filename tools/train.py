@@ -132,7 +132,8 @@ def tell_pace(cfg, engine, log):
     seconds *= cfg.POPULATION_SIZE * cfg.LOCAL_STEPS / count
     log(f"a step of {read_a_step(cfg)} takes about " + (
         f"{seconds:.2g} s here" if seconds < SLOW_STEP else
-        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller POPULATION_SIZE is faster"))
+        f"{seconds / 60:,.0f} min here: --preset laptop, a GPU or a smaller "
+        f"{'LOCAL_STEPS' if cfg.LOCAL_STEPS > 1 else 'POPULATION_SIZE'} is faster"))
     if "vnni" not in engine.name and cfg.SIMD == "auto":
         log("this processor has no VNNI instructions: int8 products take two to three times as long")
 
@@ -333,6 +334,8 @@ def _sum_up(coordinator, references):
     """Prints a summary."""
     console, done = coordinator.console, coordinator.progress
     console.line(done.summary())
+    if coordinator.run.step == done.first_step and coordinator.minutes:
+        console.line(f"no step was done in {coordinator.minutes:g} min: give more time, or see above what a step takes")
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
         console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")

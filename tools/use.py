@@ -329,6 +329,8 @@ def begin(cfg, old, source, directory, threads, console, step):
         # not step 0: there a worker would begin with the random initial model
         state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
         old = cfg
+    elif cfg.LOCAL_STEPS != old.LOCAL_STEPS:         # rates and tokens go on
+        state.step = max(1, state.step * old.LOCAL_STEPS // cfg.LOCAL_STEPS)
     _begin(cfg, state, directory, old.ISLAND_SEED)
     counts = f", and counts from step {state.step}" * (state.step != engine.step)
     console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}{counts}; {source} stays as "
