@@ -673,8 +673,8 @@ def validate(cfg, saved, given):
         largest = 2047 if cfg.VOTE_LEVELS == 1 else 32767
         most = 90 if cfg.LOCAL_STEPS > 1 else largest // cfg.VOTE_LEVELS
         need(_largest_sum(cfg) <= largest, "POPULATION_SIZE",
-             f"must be at most {most * cfg.CHUNK_SIZE:,}, which is {most:,} chunks, with PERTURB = units, VOTE_LEVELS = "
-             f"{cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits have 12 to 16 bits")
+             f"must be at most {most * cfg.CHUNK_SIZE:,}, which is {most:,} chunks, with PERTURB = units, "
+             f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits have 12 to 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",
              f"must be at most {most_windows(cfg)} with PERTURB = units and SEQ_LEN = {cfg.SEQ_LEN}: votes are sums "
              "in 32 bits")

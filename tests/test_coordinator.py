@@ -155,6 +155,7 @@ def test_the_link_of_a_worker_is_told_and_what_to_set_for_a_slow_one_once(tmp_pa
 def test_a_worker_tells_how_long_it_waited_and_received(tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.link.HEARTBEAT_EVERY", 0.1)
     monkeypatch.setattr(egg_net, "LINK_SECONDS", 0.5)
+    monkeypatch.setattr(egg_net, "SURE_AFTER", 1000)         # who has begun ahead is not idle
     with Server(tmp_path, save=True, stay=True) as server:
         other = Peer2(server, name="other")
         server.work(FakeEngine(CFG, 0.05), name="waits")
