@@ -424,7 +424,7 @@ class CudaEngine:
 
     Work is begun ahead. `step`, `seed` are of the state that callers know, `_at` of the one on the device:
 
-    at rest                 _at is step, seed; _begun is empty
+    at rest                 _at is step, seed, cooling (SPEC 23); _begun is empty
     an evaluation begun     ... but for its result, in _begun; `evaluate` waits for it
     an update begun         _at is the next step; _fitness is of the update, _saved a copy of the state before it
     ... and evaluations     in _begun, of the next step
