@@ -37,7 +37,7 @@ VARIETY, SHORT = "a lower TEMPERATURE, or reward variety", "a reward that such t
 SHRINKS = (("distinct_texts", "variety has halved", VARIETY), ("distinct_words", "variety has halved", VARIETY),
            ("words_a_text", "texts have become short", SHORT), ("letters_a_text", "texts have become short", SHORT))
 MOST_EXCHANGE = 0.1        # share of a worker's time in which its bytes may be on their way
-MOST_LOCAL_STEPS = 64       # that are advised: with more, chunks that add their moves have little in common
+MOST_LOCAL_STEPS = 64      # that are advised: more were not tried
 MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 

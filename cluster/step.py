@@ -52,7 +52,7 @@ class Step:
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
         self._reported = set()                       # chunks of `dispute`
-        self._sums = steps.Sums(cfg) if cfg.SUMMED else None         # of the digits of what is done
+        self._sums = None                            # of the digits of what is done (steps.Sums)
 
     @property
     def disputed(self):
@@ -173,6 +173,8 @@ class Step:
         before = self.done.pop(chunk, None)
         if outcome:
             self.done[chunk] = outcome
+        if self._sums is None and self.cfg.SUMMED:       # not between two steps, when workers wait
+            self._sums = steps.Sums(self.cfg)
         for sign, one in ((-1, before), (1, outcome)) if outcome != before else ():
             if one and self._sums is not None:
                 self._sums.add(one.packed, sign)

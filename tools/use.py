@@ -317,8 +317,8 @@ def evaluate_objective(cfg, engine, path, console):
 
 def begin(cfg, old, source, directory, threads, console, step):
     """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
-    its end; with an objective only with its weights and accumulators, as it begins to learn something else. Raises
-    EggError."""
+    its end, with other LOCAL_STEPS at the step with as many updates; with an objective only with its weights and
+    accumulators, as it begins to learn something else. Raises EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
     state = engine.state()
     if cfg.OBJECTIVE or not state.step:
