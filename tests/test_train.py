@@ -391,6 +391,9 @@ def test_the_time_of_a_step_is_told_before_the_first(bytes_here, monkeypatch, co
     assert lines[1].startswith("this processor has no VNNI")
     train.tell_pace(make(SIMD="madd"), slow, lines.append)
     assert len(lines) == 3
+    slow.local, slow.evaluate = mock.Mock(evaluate=slow.evaluate), None          # 2 of 4 * 1,024 windows take 0.3 s
+    train.tell_pace(egg_config.load(preset="best", defines=["LOCAL_STEPS=4"]), slow, lines.append)
+    assert re.match("a step of 4,096 windows takes about 10 min here: .* a smaller LOCAL_STEPS is faster", lines[3])
 
 
 def test_the_mark_to_beat_is_said_in_words(bytes_here, monkeypatch, compiled):
