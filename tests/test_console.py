@@ -28,7 +28,7 @@ from run_logs import A_STEP, write
 @fixture
 def clone(tmp_path):
     """The program alone, as a clone without an environment."""
-    leave = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "*.bin", "__pycache__", ".*cache", "ckpt*")
+    leave = shutil.ignore_patterns(".*", "tests", "docs", "*.bin", "__pycache__", "ckpt*")  # .* may vanish
     return pathlib.Path(shutil.copytree(HERE, tmp_path / "a clone", ignore=leave))
 
 

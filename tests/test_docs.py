@@ -18,7 +18,7 @@ from tools.curves import read_curve
 from readings import configured
 
 README, DOCS = HERE / "README.md", sorted([*HERE.glob("docs/*.md"), *HERE.glob("lab/*.md")])
-SOURCES = [path for path in sorted(HERE.rglob("*.py")) if ".venv" not in path.parts]
+SOURCES = sorted([*HERE.glob("*.py"), *HERE.glob("[!.]*/*.py")])      # not of folders that other tests may just remove
 PAGE_BYTES, COLUMNS = 9_216, 160
 MENTIONED = ("make run", "make test", "egg.py coordinator", "egg.py worker", "egg.py arch", "run-workers.sh",
              "egg_config.py")
