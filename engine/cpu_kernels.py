@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, dither_of, draw, error, excess, f32,
                               input_coefficient, input_fold, input_term, leaf, loss, normed, quotient, scaled, share,
                               share_unit, shift_right, softmax_share, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, add_row, dithered, entry_sum, local, noisy_tile, nonzero, tile
+from engine.simd import PANEL, ROWS, add_row, entry_sum, local, noisy_tile, rounded, tile
 from model import integer_tables, parameters, units
 from model.rules import DITHER_STEP
 
@@ -32,6 +32,7 @@ EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in 
 ONE = i64(1)
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
+SMALL = i64(1 << 11)        # up to which an error, in 2^-16, is looked up only where its dither can make it more than 0
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 # Constants of the configuration that the kernels see unchanged
@@ -540,35 +541,40 @@ def position_loss(c, z, r, windows, q, start, T, t, top, total):
 
 
 @inlined
-def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, errors):
-    """errors int8 [V padded to 64] of position t of windows[q] (SPEC 21), of logits z[r]; top, total: see
-    position_loss; seed: of the window; weight: of its errors."""
+def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, places, values):
+    """How many errors of position t of windows[q] (SPEC 21) may be other than 0, of logits z[r]; their tokens go to
+    places int32 [V + TARGETS + 1], they to values int8, as large. top, total: see position_loss; seed: of the window;
+    weight: of its errors."""
     of_distance, unit, dither = local(c.exp.size, i32), share_unit(total), dither_of(seed, t)
+    near = i64(0)
     for d in range(c.exp.size):                              # of tokens that are not wanted
         of_distance[d] = excess(i32(0), softmax_share(c.exp[d], unit), weight)
-    dithered(of_distance, 0, top, c.logit_shift, z, r * z.shape[1], c.VOCAB_SIZE, dither, DITHER_STEP, errors, 0)
-    for v in range(c.VOCAB_SIZE, errors.size):
-        errors[v] = 0
+        near = d if abs(of_distance[d]) > SMALL else near
+    count = rounded(of_distance, 0, near, SMALL * (weight < 0), SMALL, top, c.logit_shift, z, r * z.shape[1],
+                    c.VOCAB_SIZE, dither, DITHER_STEP, places, 0, values, 0)
     for j in range(c.TARGETS):
-        v, wanted = target(c, windows, q, start, T, t, j), 0
+        v, wanted, k = target(c, windows, q, start, T, t, j), 0, i64(0)
         for other in range(c.TARGETS):
             wanted += v == target(c, windows, q, start, T, t, other)
+        while k < count and places[k] != v:
+            k += 1
         d = min(c.exp.size - 1, i64(top - shift_right(z[r, v], c.logit_shift)))
-        errors[v] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
+        values[k] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
+        places[k], count = v, max(count, k + 1)
+    return count
 
 
 @inlined
-def learn_head(c, z, r, errors, places, x, sums, votes):
-    """From the few errors int8 [V padded to 64] that are not 0: votes on the head int32 [V, H] += its input x[r] times
-    them, and sums int32 [H] = the head times them. places int32 [V + 4]: overwritten."""
+def learn_head(c, z, r, count, places, values, x, sums, votes):
+    """From the errors of `head_errors`: votes on the head int32 [V, H] += its input x[r] times them, and sums int32 [H]
+    = the head times them."""
     H = c.HIDDEN_DIM
     head, last = c.table[c.head, 0].columns * H, i32(0)
     part, times_last = local(H, i32), local(H, i32)          # sum of the head where the error was `last`
     for i in range(H):
         sums[i] = part[i] = times_last[i] = 0
-    for k in range(nonzero(errors, 0, errors.size, places, 0)):
-        v = i64(places[k])
-        e = i32(errors[v])
+    for k in range(count):
+        v, e = i64(places[k]), i32(values[k])
         if c.gru and (z[r, v] == 127 and e > 0 or z[r, v] == -127 and e < 0):          # it cannot follow
             continue
         if e != last:                                        # most are -1: nothing is multiplied
@@ -678,8 +684,7 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
     H = c.HIDDEN_DIM
     norm, sides = local((2, 2, H), i32), new_sides(1, H, z.shape[1])
     means, b = local(GROUP, f32), new_rows(GROUP, H, H)
-    errors = local(padded(c.VOCAB_SIZE, 64), np.int8)
-    places = local(errors.size + 4, i32)
+    places, values = local(c.VOCAB_SIZE + c.TARGETS + 1, i32), local(c.VOCAB_SIZE + c.TARGETS + 1, np.int8)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
@@ -694,9 +699,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, kept
                 total = entry_sum(c.exp, 0, top, c.logit_shift, z, r * z.shape[1], c.VOCAB_SIZE)
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, top, total)
                 if kept.credit.size:
-                    head_errors(c, z, r, windows, window, start, T, t, top, total, u32(kept.seed + u32(window)),
-                                i32(kept.weights[row]), errors)
-                    learn_head(c, z, r, errors, places, b.outputs, b.y[r], kept.votes)
+                    found = head_errors(c, z, r, windows, window, start, T, t, top, total,
+                                        u32(kept.seed + u32(window)), i32(kept.weights[row]), places, values)
+                    learn_head(c, z, r, found, places, values, b.outputs, b.y[r], kept.votes)
             else:
                 mass = exp64_sum(c.exp64, i32(top), i32(c.logit_shift), z, r, c.VOCAB_SIZE)
                 wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)

@@ -313,21 +313,26 @@ def _entry(builder, plane, d):
     return builder.select(far, *(builder.call(permute, [plane[q], d, plane[q + 1]]) for q in (2, 0)))
 
 
-def _entry_of(builder, table, top, shift, z):
-    """int32: the entry of one element."""
-    x, most = builder.ashr(builder.sext(builder.load(z), I32), builder.trunc(shift, I32)), I32(255)
-    d = builder.sub(builder.trunc(top, I32), x)
-    d = builder.select(builder.icmp_unsigned("<", d, most), d, most)
-    return builder.load(builder.gep(table, [builder.zext(d, I64)]))
+def _up_to(builder, count, at, most):
+    """int64: min(count - at, most)."""
+    left = builder.sub(count, at)
+    return builder.select(builder.icmp_signed("<", left, I64(most)), left, I64(most))
+
+
+def _entry_at(builder, table, distance):
+    """int32: the entry of a distance, a pointer to a byte."""
+    return builder.load(builder.gep(table, [builder.zext(builder.load(distance), I64)]))
 
 
 def _look_up_one_by_one(builder, table, top, shift, z, count, out):
-    total = cgutils.alloca_once_value(builder, I64(0))
-    with cgutils.for_range(builder, count, intp=I64) as loop:
-        e = _entry_of(builder, table, top, shift, builder.gep(z, [loop.index]))
-        if out is not None:
-            builder.store(e, builder.gep(out, [loop.index]))
-        builder.store(builder.add(builder.load(total), builder.sext(e, I64)), total)
+    total, d = cgutils.alloca_once_value(builder, I64(0)), cgutils.alloca_once(builder, I8, 64)
+    with _blocks(builder, count) as at:
+        _store(builder, _distances(builder, top, shift, builder.gep(z, [at])), d)
+        with cgutils.for_range(builder, _up_to(builder, count, at, 64), intp=I64) as loop:
+            e = _entry_at(builder, table, builder.gep(d, [loop.index]))
+            if out is not None:
+                builder.store(e, builder.gep(out, [builder.add(at, loop.index)]))
+            builder.store(builder.add(builder.load(total), builder.sext(e, I64)), total)
     return builder.load(total)
 
 
@@ -340,8 +345,7 @@ def _look_up(builder, table, top, shift, z, count, out=None):
     sums = [cgutils.alloca_once_value(builder, _all(quarter, 0)) for _ in range(3)]
     with _blocks(builder, count) as at:
         d = _distances(builder, top, shift, builder.gep(z, [at]))
-        left = builder.sub(count, at)
-        left = builder.select(builder.icmp_signed("<", left, I64(64)), left, I64(64))
+        left = _up_to(builder, count, at, 64)
         inside = builder.icmp_signed("<", ir.Constant(bytes_, list(range(64))), _like(builder, left, bytes_))
         values = [_entry(builder, plane, d) for plane in planes[:3 if out is None else 4]]
         for e, cell in zip(values, sums):
@@ -372,60 +376,37 @@ def entries(builder, table: "array", top, shift, z: "array", count, out: "array"
     return _look_up(builder, table, top, shift, z, count, out)
 
 
-@operation(types.void)
-def dithered(builder, table: "array", top, shift, z: "array", count, dither, step, out: "array"):
-    """out[i] = table[min(255, top - (z[i] >> shift))] + (dither + step * i & 0xFFFF) >> 16; out int8; the table fits 24
-    bits."""
-    if not _permutes():
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            e = _entry_of(builder, table, top, shift, builder.gep(z, [loop.index]))
-            random = builder.trunc(builder.add(dither, builder.mul(step, loop.index)), I16)
-            e = builder.ashr(builder.add(e, builder.zext(random, I32)), I32(16))
-            builder.store(builder.trunc(e, I8), builder.gep(out, [loop.index]))
-        return
-    bytes_, halves, planes = _vector(I8, 64), _vector(I16, 32), _planes(builder, table)
-    eight, low, high = (_all(halves, n) for n in (8, 255, -256))
-    steps = [builder.mul(_like(builder, step, halves), ir.Constant(halves, list(range(odd, 64, 2))))
-             for odd in range(2)]
-    with _blocks(builder, count) as at:
-        d = _distances(builder, top, shift, builder.gep(z, [at]))
-        first, second, third = (_entry(builder, plane, d) for plane in planes[:3])
-        first, second = builder.bitcast(first, halves), builder.bitcast(second, halves)
-        random = _like(builder, builder.add(dither, builder.mul(step, at)), halves)
-        # 16 bits of even elements, then of odd ones; what they carry belongs to the third byte
-        even = builder.or_(builder.and_(first, low), builder.shl(second, eight))
-        odd = builder.or_(builder.lshr(first, eight), builder.and_(second, high))
-        carries = [builder.select(builder.icmp_unsigned("<", builder.add(x, builder.add(random, more)), x),
-                                  _all(halves, one), _all(halves, 0))
-                   for x, more, one in zip((even, odd), steps, (1, 256))]
-        _store(builder, builder.add(third, builder.bitcast(builder.or_(*carries), bytes_)), builder.gep(out, [at]))
-
-
 @operation(types.int64)
-def nonzero(builder, x: "array", count, out: "array"):
-    """How many of int8 x are not 0; out int32: their numbers, in order. x reaches to the next multiple of 64, where it
-    is 0, and out 4 beyond."""
-    bytes_, total = _vector(I8, 64), cgutils.alloca_once_value(builder, I64(0))
-    left, zero = cgutils.alloca_once(builder, I64), ir.IntType(1)(0)
+def rounded(builder, table: "array", near, small, most, top, shift, z: "array", count, dither, step, places: "array",
+            values: "array"):
+    """How many numbers e[i] = table[d] + (dither + step * i & 0xFFFF) >> 16 are not 0, where d = min(255, top - (z[i]
+    >> shift)); their places int32, in order, and values int8; both reach one beyond. From d = near + 1 on, the entries
+    are from small - most to small, and neither end is more than 2^16 from 0. So the other numbers can be other than 0
+    only where the 16 bits plus `small`, modulo 2^16, are below `most`: few are looked up."""
+    halves = _vector(I16, 64)
+    steps = builder.mul(_like(builder, step, halves), ir.Constant(halves, list(range(64))))
+    total, left = cgutils.alloca_once_value(builder, I64(0)), cgutils.alloca_once(builder, I64)
+    d, zero = cgutils.alloca_once(builder, I8, 64), ir.IntType(1)(0)
     with _blocks(builder, count) as at:
-        found = builder.icmp_signed("!=", _load(builder, builder.gep(x, [at]), bytes_), _all(bytes_, 0))
-        mask, first = builder.bitcast(found, I64), builder.load(total)
-        number = builder.ctpop(mask)
-        builder.store(mask, left)
-
-        def tell(k):
-            bits = builder.load(left)
-            place = builder.trunc(builder.add(at, builder.cttz(bits, zero)), I32)
-            builder.store(place, builder.gep(out, [builder.add(first, k)]))
+        distances = _distances(builder, top, shift, builder.gep(z, [at]))
+        _store(builder, distances, d)
+        first = builder.add(dither, builder.mul(step, at))
+        random = builder.add(_like(builder, builder.add(first, small), halves), steps)
+        may = builder.or_(builder.icmp_unsigned("<=", distances, _like(builder, near, distances.type)),
+                          builder.icmp_unsigned("<", random, _like(builder, most, halves)))
+        inside = builder.lshr(I64(-1), builder.sub(I64(64), _up_to(builder, count, at, 64)))
+        builder.store(builder.and_(builder.bitcast(may, I64), inside), left)
+        with cgutils.for_range(builder, builder.ctpop(builder.load(left)), intp=I64):
+            bits, number = builder.load(left), builder.load(total)
+            k = builder.cttz(bits, zero)
             builder.store(builder.and_(bits, builder.sub(bits, I64(1))), left)
-
-        for k in range(4):                                   # there are seldom more: no branch is guessed wrong
-            tell(I64(k))
-        more = builder.sub(number, I64(4))
-        with cgutils.for_range(builder, builder.select(builder.icmp_signed(">", more, I64(0)), more, I64(0)),
-                               intp=I64) as loop:
-            tell(builder.add(loop.index, I64(4)))
-        builder.store(builder.add(first, number), total)
+            its = builder.trunc(builder.add(first, builder.mul(step, k)), I16)
+            e = builder.add(_entry_at(builder, table, builder.gep(d, [k])), builder.zext(its, I32))
+            e = builder.trunc(builder.ashr(e, I32(16)), I8)
+            builder.store(builder.trunc(builder.add(at, k), I32), builder.gep(places, [number]))
+            builder.store(e, builder.gep(values, [number]))
+            found = builder.zext(builder.icmp_signed("!=", e, I8(0)), I64)
+            builder.store(builder.add(number, found), total)
     return builder.load(total)
 
 
