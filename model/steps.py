@@ -2,11 +2,13 @@
 (SPEC 21). A coordinator starts without NumPy, which the sums need."""
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import egg_config
 
 INITIAL_SEED = 42
+IN_CACHE = 1 << 14           # sums that are made at once, with what NumPy needs for it
 COOLINGS, HOT = 20, 0.3      # levels of the rate before a planned end, and the share of the run before the first
 
 
@@ -94,23 +96,26 @@ class Sums:
         self._bits = 64 // n
         half = 1 << self._bits - 1
         self._totals = np.full(cfg.CHUNK_BYTES, sum(half << self._bits * k for k in range(n)), np.uint64)
+        self._parts = [slice(at, at + IN_CACHE) for at in range(0, cfg.CHUNK_BYTES, IN_CACHE)]
 
     def add(self, packed, sign=1):
         """Adds the packed digits of a chunk, or takes them back: sign -1."""
         import numpy as np
         table = _terms_of_bytes(self._cfg.DIGIT_VALUES, self._cfg.N_CHUNKS if self._cfg.LOCAL_STEPS > 1 else 1)
-        # modulo 2^64; mode: no byte is beyond the table, and without a check it takes a third of the time
-        self._totals += np.take(table if sign > 0 else -table, np.frombuffer(packed, np.uint8), mode="clip")
+        table, numbers = table if sign > 0 else -table, np.frombuffer(packed, np.uint8)
+        for part in self._parts:
+            # modulo 2^64; mode: no byte is beyond the table, and without a check it takes a third of the time
+            self._totals[part] += np.take(table, numbers[part], mode="clip")
 
     def planes(self):
         """int8 or int16 [n, CHUNK_BYTES]: the sum of digit n i + k at [k, i]."""
         import numpy as np
         n, bits = packing(self._cfg.DIGIT_VALUES).digits, self._bits
         planes = np.empty((n, self._totals.size), sum_kind(self._cfg))
-        for k, plane in enumerate(planes):
-            sums = self._totals >> bits * k
+        for k, part in itertools.product(range(n), self._parts):
+            sums = self._totals[part] >> bits * k
             # the lowest bits that a sum has, where the others are those of half the range
-            plane[:] = sums if bits >= 8 * planes.itemsize else (sums & (1 << bits) - 1) - (1 << bits - 1)
+            planes[k, part] = sums if bits >= 8 * planes.itemsize else (sums & (1 << bits) - 1) - (1 << bits - 1)
         return planes
 
 
