@@ -32,7 +32,7 @@ EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in 
 ONE = i64(1)
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
-SMALL = i64(1 << 11)        # up to which an error, in 2^-16, is looked up only where its dither can make it more than 0
+SMALL = i64(1 << 12)        # up to which an error, in 2^-16, is looked up only where its dither can make it more than 0
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 # Constants of the configuration that the kernels see unchanged
@@ -552,14 +552,21 @@ def head_errors(c, z, r, windows, q, start, T, t, top, total, seed, weight, plac
         near = d if abs(of_distance[d]) > SMALL else near
     count = rounded(of_distance, 0, near, SMALL * (weight < 0), SMALL, top, c.logit_shift, z, r * z.shape[1],
                     c.VOCAB_SIZE, dither, DITHER_STEP, places, 0, values, 0)
+    tokens = local(c.TARGETS, i64)
     for j in range(c.TARGETS):
-        v, wanted, k = target(c, windows, q, start, T, t, j), 0, i64(0)
-        for other in range(c.TARGETS):
-            wanted += v == target(c, windows, q, start, T, t, other)
+        tokens[j] = target(c, windows, q, start, T, t, j)
+    for j in range(c.TARGETS):
+        v, wanted = tokens[j], 0
+        if v < 0:                                            # it is counted already
+            continue
+        for other in range(j, c.TARGETS):
+            if tokens[other] == v:
+                wanted, tokens[other] = wanted + 1, -1
+        its = softmax_share(c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], c.logit_shift)))], unit)
+        k = i64(0) if error(i32(0), its, weight, dither, v) else count
         while k < count and places[k] != v:
             k += 1
-        d = min(c.exp.size - 1, i64(top - shift_right(z[r, v], c.logit_shift)))
-        values[k] = error(i32((wanted * (127 << 16)) // c.TARGETS), softmax_share(c.exp[d], unit), weight, dither, v)
+        values[k] = error(i32((wanted * (127 << 16)) // c.TARGETS), its, weight, dither, v)
         places[k], count = v, max(count, k + 1)
     return count
 
