@@ -497,7 +497,7 @@ def configuration(directory):
         kept = str(config.pop(name, ""))
         path = os.path.normpath(os.path.join(os.path.realpath(directory), kept))
         if os.path.isfile(path):
-            config[name] = path if os.path.isabs(directory) or os.path.isabs(kept) else os.path.relpath(path)
+            config[name] = path if os.path.isabs(kept) else os.path.relpath(path)
     if _is_plain(path := os.path.join(directory, DECODING)):
         config["DECODING_FILE"] = path
     return config
