@@ -238,6 +238,17 @@ def test_a_run_without_a_directory_leaves_nothing_and_stops_by_signals(here):
         assert signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_DFL
 
 
+def test_a_time_in_which_no_step_is_done_is_told(bytes_here, compiled):
+    """Not where somebody has stopped it before."""
+    long = [*bytes_here, "-DCHUNK_SIZE=4096", "-DPOPULATION_SIZE=32768", "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
+    assert "no step was done in 0.001 min: give more time, or" in succeeds(run("train --minutes 0.001", *long))
+    with begin("train --minutes 60 --preset deggs", *long, stdout=subprocess.PIPE) as process:
+        assert any(line.startswith("starting: ") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped after 0 steps" in said and "no step was done" not in said
+
+
 def test_an_empty_newer_directory_does_not_win(here):
     run = open_run(CFG, "ckpt-trained")
     run.append(bytes(13), 1, 1)
