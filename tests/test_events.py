@@ -110,7 +110,7 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
 
 def progress_of_nobody():
     """(Progress, [line that it warns of]) without a coordinator."""
-    run, told = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b""), []
+    run, told = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"", tokens=int), []
     return Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append)), told
 
 

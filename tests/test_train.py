@@ -125,7 +125,7 @@ def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_
                       for path in ("a", "b"))
     assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
     with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
-        assert begun.start == (3, source.seed, state_hash(source).hex(), None)
+        assert begun.start == (3, source.seed, state_hash(source).hex(), None, 0)
 
 
 def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, compiled):

@@ -320,7 +320,7 @@ def begin(cfg, old, source, directory, threads, console, step):
     its end, with other LOCAL_STEPS at the step with as many updates; with an objective only with its weights and
     accumulators, as it begins to learn something else. Raises EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
-    state = engine.state()
+    state, more = engine.state(), 0
     if cfg.OBJECTIVE or not state.step:
         model, state = state, parameters.initial_state(cfg)
         if model.weights.size != state.weights.size:
@@ -329,16 +329,18 @@ def begin(cfg, old, source, directory, threads, console, step):
         # not step 0: there a worker would begin with the random initial model
         state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
         old = cfg
-    elif cfg.LOCAL_STEPS != old.LOCAL_STEPS:         # rates and tokens go on
-        state.step = max(1, state.step * old.LOCAL_STEPS // cfg.LOCAL_STEPS)
-    _begin(cfg, state, directory, old.ISLAND_SEED)
+    else:                                            # rates and tokens go on
+        state.step = max(1, engine.step * old.LOCAL_STEPS // cfg.LOCAL_STEPS)
+        more = (engine.step * old.STEP_TOKENS - state.step * cfg.STEP_TOKENS
+                + sum(start.more for start in history.epochs(source)[-1:]))
+    _begin(cfg, state, directory, old.ISLAND_SEED, more)
     counts = f", and counts from step {state.step}" * (state.step != engine.step)
     console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}{counts}; {source} stays as "
                  "it is")
 
 
-def _begin(cfg, state, directory, island_seed):
-    """island_seed: that of the run which the state is from."""
+def _begin(cfg, state, directory, island_seed, more=0):
+    """island_seed: that of the run which the state is from; more: see history.Start."""
     if cfg.ISLAND_SEED != island_seed:
         state.seed = steps.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     if history.holds_run(directory):
@@ -346,7 +348,8 @@ def _begin(cfg, state, directory, island_seed):
     with explained(UseError, directory, "give a --save-dir that can be written"):
         history.make_directory(directory)
         sha256 = snapshots.save(cfg, state, directory)
-    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+    start = history.Start(state.step, state.seed, sha256.hex(), more=more)
+    history.open_directory(cfg, directory, start).close()
 
 
 def import_(cfg, path, directory):
