@@ -202,7 +202,7 @@ class Progress:
             return
         self._advised.add("exchange")
         times = math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE)
-        if cfg.PERTURB == "units" and not cfg.OBJECTIVE:
+        if cfg.PERTURB == "units" and not cfg.OBJECTIVE and cfg.N_CHUNKS <= egg_config.MOST_RUNS:
             possible, settings = times * cfg.LOCAL_STEPS <= MOST_LOCAL_STEPS, f"LOCAL_STEPS={times * cfg.LOCAL_STEPS}"
             settings += " -D VOTE_LEVELS=7" * (cfg.VOTE_LEVELS != 7)
         else:
