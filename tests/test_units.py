@@ -120,17 +120,22 @@ def short_runs(chunks):
 def test_a_new_run_with_other_constants_goes_on_at_the_same_update_and_token(tmp_path):
     """So do its rates. One that has dropped its first steps knows what these have read."""
     def begin(new, old, source, name):
-        use.begin(new, old, str(tmp_path / source), str(tmp_path / name), 1, Printer(Lines()), None)
+        if source == "file":
+            use.import_(new, tmp_path / source, tmp_path / name)
+        else:
+            use.begin(new, old, str(tmp_path / source), str(tmp_path / name), 1, Printer(Lines()), None)
         with contextlib.closing(history.open_run(new, tmp_path / name)) as run:
             assert run.start.step == run.step
             return run.step, run.tokens(run.step)
 
     cfg = CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=2, CHUNK_SIZE=4, POPULATION_SIZE=8)
     cluster(tmp_path / "a", [cpu_engine.CpuEngine(cfg, TOKENS, threads=1)], 5, cfg, save=True)
+    use.export(cfg, use.load(cfg, tmp_path / "a", console=Printer(Lines())), tmp_path / "file", True)
     many = cfg.changed(POPULATION_SIZE=16)
     for number, (new, first) in enumerate([(cfg, 5), (many, 5), *((cfg.changed(LOCAL_STEPS=local), 10 // local)
                                                                   for local in (1, 4))]):
-        assert begin(new, cfg, "a", f"b{number}") == (first, 5 * cfg.STEP_TOKENS)
+        for source, name in ("a", f"b{number}"), ("file", f"f{number}"):
+            assert begin(new, cfg, source, name) == (first, 5 * cfg.STEP_TOKENS)
     cluster(tmp_path / "b1", [cpu_engine.CpuEngine(many, TOKENS, threads=1)], 16, many, save=True)
     with contextlib.closing(history.read_run(many, tmp_path / "b1")) as run:
         assert run.start.step == 15
