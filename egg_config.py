@@ -270,6 +270,7 @@ SHIPPED = """
     DECODING_SHA256= DETOKENIZE=0 PORT=12345 STRAGGLER_TIMEOUT=90.0 AUDIT_RATE=0.01 SNAPSHOT_EVERY=100
     KEEP_EVERY=0 IDLE_TIMEOUT=600.0 DEVICE=auto SIMD=auto TENSOR_CORES=auto"""
 
+MOST_RUNS = 90             # chunks of a step with LOCAL_STEPS: their sums have 16 bits
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 ROOT = os.path.dirname(os.path.abspath(__file__))
 FOLDERS = "model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"
@@ -670,9 +671,8 @@ def validate(cfg, saved, given):
     if cfg.PERTURB == "units":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0), ("GROUP_SIZE", 2):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = units")
-        largest = 2047 if cfg.VOTE_LEVELS == 1 else 32767
-        most = 90 if cfg.LOCAL_STEPS > 1 else largest // cfg.VOTE_LEVELS
-        need(_largest_sum(cfg) <= largest, "POPULATION_SIZE",
+        most = MOST_RUNS if cfg.LOCAL_STEPS > 1 else (2047 if cfg.VOTE_LEVELS == 1 else 32767) // cfg.VOTE_LEVELS
+        need(cfg.POPULATION_SIZE <= most * cfg.CHUNK_SIZE, "POPULATION_SIZE",
              f"must be at most {most * cfg.CHUNK_SIZE:,}, which is {most:,} chunks, with PERTURB = units, "
              f"VOTE_LEVELS = {cfg.VOTE_LEVELS} and LOCAL_STEPS = {cfg.LOCAL_STEPS}: sums of digits have 12 to 16 bits")
         need(cfg.CHUNK_SIZE <= most_windows(cfg), "CHUNK_SIZE",

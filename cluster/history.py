@@ -219,10 +219,10 @@ def most_bytes(cfg):
     return sum(sizes(cfg)) * 101 // 100 + 8192
 
 
-class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
+class Start(namedtuple("Start", "step seed state origin more", defaults=["", None, 0])):
     """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
     SHA-256, hex). origin: {name: value} of an epoch, for JSON: its number (epoch), the state's digest, and more of
-    islands.gossip."""
+    islands.gossip. more: tokens that its model had read before, beyond those of as many steps of the run."""
 
     @property
     def epoch(self):
@@ -252,6 +252,10 @@ class Run:
                     digest = bytes.fromhex(read_file(os.path.join(directory, DIGESTS[name]), LONGEST_TEXT).decode())
                     setattr(self, name, digest if len(digest) == 32 else bytes(32))
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
+
+    def tokens(self, step):
+        """int: those that the model of a step has learned from."""
+        return step * self.cfg.STEP_TOKENS + self.start.more
 
     def fitness(self, step):
         """bytes: a completed step (steps.join_digits); b"" for the step before the start."""
@@ -344,6 +348,7 @@ class Run:
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
         The run goes on meanwhile; the steps that have come are copied in the loop."""
+        start = start._replace(more=self.start.more)
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
@@ -497,7 +502,7 @@ def configuration(directory):
         kept = str(config.pop(name, ""))
         path = os.path.normpath(os.path.join(os.path.realpath(directory), kept))
         if os.path.isfile(path):
-            config[name] = path if os.path.isabs(directory) or os.path.isabs(kept) else os.path.relpath(path)
+            config[name] = path if os.path.isabs(kept) else os.path.relpath(path)
     if _is_plain(path := os.path.join(directory, DECODING)):
         config["DECODING_FILE"] = path
     return config
@@ -744,6 +749,7 @@ def _header(cfg, start):
     fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}  # every egg reads 1
     if start.step:
         fields["start"] = start._asdict()
+        fields["more"] = fields["start"].pop("more")         # there no older egg minds it
     text = json.dumps(fields, sort_keys=True).encode()
     return with_crc(MAGIC + len(text).to_bytes(4, "little") + text)
 
@@ -765,8 +771,8 @@ def _read_header(file, name):
         config = determining(header["config"])
         start = header.get("start")
         if start:
-            start = Start(**start)
-            struct.pack("<QIQ", start.step, start.seed, start.epoch)         # they are numbers
+            start = Start(**start, more=header.get("more", 0))
+            struct.pack("<QIQq", start.step, start.seed, start.epoch, start.more)        # they are numbers
             bytes.fromhex(start.state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
         raise Damaged(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move it "

@@ -102,7 +102,7 @@ class Progress:
     def of_step(self, step, sum_loss):
         """The fields of the event of a step that its record knows. sum_loss: None where no chunk of it read text."""
         self.loss = sum_loss and sum_loss / (self.cfg.STEP_TOKENS * 16 * self.cfg.LOSS_SCALE)
-        return {"step": step, "tokens": step * self.cfg.STEP_TOKENS,
+        return {"step": step, "tokens": self.run.tokens(step),
                 "loss": self.loss and round(self.loss * self.bits, 7), "unit": self.unit}
 
     def complete_step(self, step, sum_loss, fitness):
@@ -202,7 +202,7 @@ class Progress:
             return
         self._advised.add("exchange")
         times = math.ceil(exchange / (1.001 - exchange) / MOST_EXCHANGE)
-        if cfg.PERTURB == "units" and not cfg.OBJECTIVE:
+        if cfg.PERTURB == "units" and not cfg.OBJECTIVE and cfg.N_CHUNKS <= egg_config.MOST_RUNS:
             possible, settings = times * cfg.LOCAL_STEPS <= MOST_LOCAL_STEPS, f"LOCAL_STEPS={times * cfg.LOCAL_STEPS}"
             settings += " -D VOTE_LEVELS=7" * (cfg.VOTE_LEVELS != 7)
         else:
@@ -222,7 +222,7 @@ class Progress:
         known.append((step, value, *details.values()))
         if any(self.run.held_out):
             details["of"] = self.run.held_out.hex()[:16]
-        self.events.emit(kind, line, step=step, tokens=step * self.cfg.STEP_TOKENS, value=round(value, 6), **details)
+        self.events.emit(kind, line, step=step, tokens=self.run.tokens(step), value=round(value, 6), **details)
         return True
 
     @property

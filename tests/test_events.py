@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sqlite3
 import struct
 import subprocess
@@ -23,7 +24,7 @@ from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from model import data_files
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, named, refused, until
-from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
+from fakes import CFG, FakeEngine, Lines, UNITS, VALIDATION, changed
 from pages import EVERYBODY, page_shows, state_of
 from run_logs import A_STEP, events, example, of_kind, told_to, write
 from commands import fails, run
@@ -108,10 +109,21 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         assert [step for step, *_ in server.progress.validations] == [0, 2]
 
 
-def progress_of_nobody():
+def progress_of_nobody(cfg=CFG):
     """(Progress, [line that it warns of]) without a coordinator."""
-    run, told = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b""), []
-    return Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=told.append)), told
+    run, told = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"", tokens=int), []
+    warn = SimpleNamespace(emit=lambda *_, **__: None, warn=lambda line, peer=False: told.append(line))
+    return Progress(cfg, run, warn), told
+
+
+def test_what_is_advised_for_a_slow_link_can_be_set():
+    """Short runs have 90 chunks at most."""
+    for cfg in CFG, UNITS, *(UNITS.changed(POPULATION_SIZE=chunks * UNITS.CHUNK_SIZE) for chunks in (90, 91)):
+        progress, told = progress_of_nobody(cfg)
+        progress.check_link("w", 1e6, 1e6, 0.5)
+        advised = re.search(r"a new run with -D (.*) sends less often", told[0])[1].split(" -D ")
+        assert cfg.changed(**{name: int(value) for name, _, value in (word.partition("=") for word in advised)})
+    assert advised == ["CHUNK_SIZE=320", "POPULATION_SIZE=29120"]
 
 
 def validates(progress, step, figure):

@@ -125,7 +125,7 @@ def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_
                       for path in ("a", "b"))
     assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
     with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
-        assert begun.start == (3, source.seed, state_hash(source).hex(), None)
+        assert begun.start == (3, source.seed, state_hash(source).hex(), None, 0)
 
 
 def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, compiled):
@@ -236,6 +236,17 @@ def test_a_run_without_a_directory_leaves_nothing_and_stops_by_signals(here):
     assert os.listdir() == []
     with mock.patch("signal.getsignal", return_value=signal.SIG_IGN), stop_signals():
         assert signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_DFL
+
+
+def test_a_time_in_which_no_step_is_done_is_told(bytes_here, compiled):
+    """Not where somebody has stopped it before."""
+    long = [*bytes_here, "-DCHUNK_SIZE=4096", "-DPOPULATION_SIZE=32768", "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
+    assert "no step was done in 0.001 min: give more time, or" in succeeds(run("train --minutes 0.001", *long))
+    with begin("train --minutes 60 --preset deggs", *long, stdout=subprocess.PIPE) as process:
+        assert any(line.startswith("starting: ") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped after 0 steps" in said and "no step was done" not in said
 
 
 def test_an_empty_newer_directory_does_not_win(here):

@@ -19,6 +19,7 @@ from model.reading import votes_of_windows
 from tools import use
 from readings import equal
 from recordings import python
+from run_logs import events, of_kind
 from units_compared import GPU_KINDS, PlainEngine, chunk_digits, course, engine_of, random_configuration, step_of
 
 CFG = UNITS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
@@ -116,15 +117,31 @@ def short_runs(chunks):
                        ADAM_BETA1=0.5, MUON_LR_SCALE=3.0)
 
 
-def test_a_new_run_with_other_local_steps_goes_on_at_the_same_update(tmp_path):
-    """So do its rates."""
+def test_a_new_run_with_other_constants_goes_on_at_the_same_update_and_token(tmp_path):
+    """So do its rates. One that has dropped its first steps knows what these have read."""
+    def begin(new, old, source, name):
+        if source == "file":
+            use.import_(new, tmp_path / source, tmp_path / name)
+        else:
+            use.begin(new, old, str(tmp_path / source), str(tmp_path / name), 1, Printer(Lines()), None)
+        with contextlib.closing(history.open_run(new, tmp_path / name)) as run:
+            assert run.start.step == run.step
+            return run.step, run.tokens(run.step)
+
     cfg = CFG.changed(VOTE_LEVELS=7, LOCAL_STEPS=2, CHUNK_SIZE=4, POPULATION_SIZE=8)
     cluster(tmp_path / "a", [cpu_engine.CpuEngine(cfg, TOKENS, threads=1)], 5, cfg, save=True)
-    for local, first in (1, 10), (2, 5), (4, 2):
-        new = cfg.changed(LOCAL_STEPS=local)
-        use.begin(new, cfg, str(tmp_path / "a"), str(tmp_path / f"b{local}"), 1, Printer(Lines()), None)
-        with contextlib.closing(history.open_run(new, tmp_path / f"b{local}")) as run:
-            assert run.start.step == run.step == first
+    use.export(cfg, use.load(cfg, tmp_path / "a", console=Printer(Lines())), tmp_path / "file", True)
+    many = cfg.changed(POPULATION_SIZE=16)
+    for number, (new, first) in enumerate([(cfg, 5), (many, 5), *((cfg.changed(LOCAL_STEPS=local), 10 // local)
+                                                                  for local in (1, 4))]):
+        for source, name in ("a", f"b{number}"), ("file", f"f{number}"):
+            assert begin(new, cfg, source, name) == (first, 5 * cfg.STEP_TOKENS)
+    cluster(tmp_path / "b1", [cpu_engine.CpuEngine(many, TOKENS, threads=1)], 16, many, save=True)
+    with contextlib.closing(history.read_run(many, tmp_path / "b1")) as run:
+        assert run.start.step == 15
+    read = 5 * cfg.STEP_TOKENS + 11 * many.STEP_TOKENS
+    assert begin(cfg, many, "b1", "c") == (16, read)
+    assert read - many.STEP_TOKENS == of_kind("step", events(tmp_path / "b1"))[-1]["tokens"]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])

@@ -12,7 +12,7 @@ from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
 from model import rules, steps
 from coordinators import cluster
 from engines_compared import begun_ahead
-from fakes import CFG, FakeEngine, changed, expected
+from fakes import CFG, FakeEngine, UNITS, changed, expected
 from readings import as_data, equal
 
 STEPS = 30
@@ -22,8 +22,8 @@ class Ahead(FakeEngine):
     """Notes what is begun: of evaluations (step, first, count), those that were there when they were asked for, and
     the steps of updates. None may be undone."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, cfg=CFG):
+        super().__init__(cfg)
         self.begun, self.ready, self.work, self.updates, self.fitness = set(), set(), [], [], None
 
     def begin(self, first, count):
@@ -81,6 +81,14 @@ def test_workers_that_share_a_step_begin_no_update(tmp_path, monkeypatch):
     cluster(tmp_path, engines, 12)
     assert {engine.digest() for engine in engines if engine.step == 12} == {expected(12)[1]}
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
+
+
+def test_with_local_steps_every_update_is_begun_as_it_will_be_cooled(tmp_path, monkeypatch):
+    """None is undone, though the rate falls in most steps."""
+    monkeypatch.undo()
+    cfg = UNITS.changed(LOCAL_STEPS=2, VOTE_LEVELS=7)
+    engine = Ahead(cfg)
+    assert cluster(tmp_path, [engine], 20, cfg).run.step == 20 and engine.updates == [*range(20)]
 
 
 def test_an_audit_leaves_the_first_chunk_of_a_step_certain():

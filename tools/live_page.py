@@ -107,7 +107,8 @@ def figures(coordinator):
     peers = island["peers"] if island else []
     return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
-            "minutes": coordinator.minutes, "tokens": status["step"] * coordinator.cfg.STEP_TOKENS,
+            "minutes": coordinator.minutes, "tokens": coordinator.run.tokens(status["step"]),
+            "step_tokens": coordinator.cfg.STEP_TOKENS, "local_steps": coordinator.cfg.LOCAL_STEPS,
             "weights": progress.loss and coordinator.n_weights}
 
 

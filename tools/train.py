@@ -334,7 +334,7 @@ def _sum_up(coordinator, references):
     """Prints a summary."""
     console, done = coordinator.console, coordinator.progress
     console.line(done.summary())
-    if coordinator.run.step == done.first_step and coordinator.minutes:
+    if coordinator.run.step == done.first_step and coordinator.minutes and coordinator.finished:
         console.line(f"no step was done in {coordinator.minutes:g} min: give more time, or see above what a step takes")
     if len(done.validations) > 1:                    # [(step, figure, unit)]
         models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]

@@ -320,7 +320,7 @@ def begin(cfg, old, source, directory, threads, console, step):
     its end, with other LOCAL_STEPS at the step with as many updates; with an objective only with its weights and
     accumulators, as it begins to learn something else. Raises EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
-    state = engine.state()
+    state, more = engine.state(), sum(start.more for start in history.epochs(source)[-1:])
     if cfg.OBJECTIVE or not state.step:
         model, state = state, parameters.initial_state(cfg)
         if model.weights.size != state.weights.size:
@@ -328,25 +328,26 @@ def begin(cfg, old, source, directory, threads, console, step):
         state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
         state.step, state.seed = 1, steps.next_seed(steps.first_seed(cfg), 0)
-        old = cfg
-    elif cfg.LOCAL_STEPS != old.LOCAL_STEPS:         # rates and tokens go on
-        state.step = max(1, state.step * old.LOCAL_STEPS // cfg.LOCAL_STEPS)
-    _begin(cfg, state, directory, old.ISLAND_SEED)
+        old, more = cfg, 0
+    _begin(cfg, old, state, directory, more)
     counts = f", and counts from step {state.step}" * (state.step != engine.step)
     console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}{counts}; {source} stays as "
                  "it is")
 
 
-def _begin(cfg, state, directory, island_seed):
-    """island_seed: that of the run which the state is from."""
-    if cfg.ISLAND_SEED != island_seed:
+def _begin(cfg, old, state, directory, more=0):
+    """old: the Config of the run which the state is from; more: of its history.Start. Rates and tokens go on."""
+    more += state.step * old.STEP_TOKENS
+    state.step = max(1, state.step * old.LOCAL_STEPS // cfg.LOCAL_STEPS)
+    if cfg.ISLAND_SEED != old.ISLAND_SEED:
         state.seed = steps.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     with explained(UseError, directory, "give a --save-dir that can be written"):
         history.make_directory(directory)
         sha256 = snapshots.save(cfg, state, directory)
-    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+    start = history.Start(state.step, state.seed, sha256.hex(), more=more - state.step * cfg.STEP_TOKENS)
+    history.open_directory(cfg, directory, start).close()
 
 
 def import_(cfg, path, directory):
@@ -362,6 +363,6 @@ def import_(cfg, path, directory):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
-    _begin(cfg, state, directory, read_config(path).get("ISLAND_SEED", 0))
+    _begin(cfg, egg_config.load(environ={}, saved=read_config(path)), state, directory)
     extent = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {extent}"
