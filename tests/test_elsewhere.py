@@ -118,6 +118,7 @@ def test_a_run_behind_a_symbolic_link_finds_its_data(place, compiled):
     assert "../input.bin: " in succeeds(process("train --save-dir large --steps 2", cwd=elsewhere))
     assert f"{place}/input.bin: " in succeeds(process(f"train --save-dir {place}/run --steps 3", cwd=elsewhere))
     assert "_FILE" not in succeeds(process(f"runs {place}/run {place}/other", cwd=elsewhere))
+    assert "_FILE" not in succeeds(process("runs run other", cwd=place))
 
 
 def test_figures_of_another_text_are_not_compared(place, compiled):
