@@ -100,9 +100,18 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+def named(text):
+    """Of a file or directory: an empty one, as of a variable that is not set, would pass for none."""
+    if text:
+        return text
+    raise ValueError
+
+
 def option(usage, help, type=None, **keywords):
     """(name, arguments for argparse). usage: the name, then a placeholder for its value; a flag has none."""
     name, _, metavar = usage.partition(" ")
+    if metavar.startswith(("DIR", "FILE")):
+        type = typed(named, "the name of a file or directory")
     arguments = {"metavar": metavar, "type": type, **keywords} if metavar else {"action": "store_true"}
     return name, {"help": help, **arguments}
 
@@ -441,7 +450,7 @@ def asked(console):
     console.write("\n" * console.terminal)
 
 
-@command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file", str),
+@command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file"),
          option("file FILE", "a text, also packed, or tokens in a .bin (default: VAL_FILE); or a DIR, as --load-dir",
                 nargs="?"),
          option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),

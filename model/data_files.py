@@ -57,7 +57,7 @@ def open_tokens(cfg, path):
     wide, mark = cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE, os.path.join(os.path.dirname(path), MARK)
     if wide and os.path.exists(mark) and os.path.exists(cfg.DECODING_FILE):
         with explained(DataError, mark), open(mark) as file:
-            if file.read(64) != sha256_of(cfg.DECODING_FILE):
+            if file.read(64) != _digest(cfg.DECODING_FILE):
                 raise DataError(f"{path} was made with another vocabulary than {cfg.DECODING_FILE}: give the three "
                                 "files of one `python egg.py prepare`, -D INPUT_FILE=... -D VAL_FILE=... "
                                 "-D DECODING_FILE=...")
@@ -98,6 +98,11 @@ def _size(path):
     raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}{where}: start in its directory, "
                     "name it with -D INPUT_FILE=..., -D VAL_FILE=... or -D DECODING_FILE=..., or make it with "
                     "`python egg.py prepare TEXT`")
+
+
+def _digest(path):
+    _size(path)
+    return sha256_of(path)
 
 
 def _are_tokens(data):
@@ -277,7 +282,7 @@ def load_decoding(cfg, warn=warn):
     if not os.path.exists(cfg.DECODING_FILE):
         warn(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
         return None
-    if cfg.DECODING_SHA256 not in ("", sha256_of(cfg.DECODING_FILE)):
+    if cfg.DECODING_SHA256 not in ("", _digest(cfg.DECODING_FILE)):
         raise DataError(f"{cfg.DECODING_FILE} is not the decoding.bin of this run, whose tokens are others: name that "
                         "one with -D DECODING_FILE=...")
     decoding = Decoding.read(cfg.DECODING_FILE)

@@ -81,6 +81,8 @@ coordinator --port 0 --preset laptop-bytes --island a --peer host:0 | is not HOS
 coordinator --port 0 --island a --save-dir here -D SNAPSHOT_EVERY=0 | SNAPSHOT_EVERY and VALIDATE_EVERY above 0
 worker localhost --tls-cert cert | needs --tls-ca
 worker localhost --secret-file none | --secret-file none: No such file
+worker localhost --tls-ca '' | --tls-ca: '' is not the name of a file
+generate --load-dir '' | --load-dir: '' is not the name of a file or directory
 worker localhost --tls-ca none | egg: none: No such file or directory: give --tls-ca a certificate, PEM
 coordinator --tls-cert none --tls-key key | none, key: No such file | --tls-key the key of --tls-cert
 train --save-dir | --save-dir: expected one argument (see

@@ -172,6 +172,11 @@ def test_damaged_decoding(tmp_path, content):
         load_decoding(BASE.changed(DECODING_FILE=str(path)))
 
 
+def test_a_directory_in_place_of_a_decoding(tmp_path):
+    with refused(f"{tmp_path} is no file: .* -D DECODING_FILE=", DataError):
+        load_decoding(BASE.changed(DECODING_FILE=str(tmp_path)))
+
+
 def test_a_larger_vocabulary_than_that_of_the_model_is_refused(tmp_path):
     path = write_decoding(tmp_path / "d", [b"x"] * 301)
     with refused("d has 301 tokens, the model 300: give the decoding.bin of its data", DataError):

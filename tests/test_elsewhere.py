@@ -121,6 +121,7 @@ def test_a_run_behind_a_symbolic_link_finds_its_data(place, compiled):
     # the tree may be moved, whatever the directory was called meanwhile
     assert json.loads((place / "run" / "settings.json").read_text())["INPUT_FILE"] == "../../input.bin"
     assert "_FILE" not in succeeds(process(f"runs {place}/run {place}/other", cwd=elsewhere))
+    assert "_FILE" not in succeeds(process("runs run other", cwd=place))
 
 
 def test_figures_of_another_text_are_not_compared(place, compiled):

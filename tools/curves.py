@@ -172,6 +172,8 @@ def runs(directories, printer):
     """Prints a table of runs; of none: all in this directory. Raises HistoryError."""
     directories = directories or sorted(filter(history.holds_run, glob.glob("*"))) or [history.newest()]
     constants = [egg_config.load(environ={}, saved=history.configuration(name)).constants() for name in directories]
+    for values in constants:
+        values.update((name, os.path.relpath(values[name])) for name in egg_config.DATA_FILES)   # one file, one name
     rows = []
     for name, values in zip(directories, constants):
         curve = Curve()
