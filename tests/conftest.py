@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ import egg_net
 from engine import hardware
 from islands import gossip
 from model import parameters, steps
+from tools import train
 from compiling import compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
@@ -32,6 +34,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)          # else each of many processes compiles all modules it imports
 egg_net.random = gossip.random = Dice()
 parameters._xorshift = functools.lru_cache(9)(parameters._xorshift)         # most engines begin with the same numbers
+
+FORKS, spawned = multiprocessing.get_context("forkserver"), hardware.start_process
+FORKS.set_forkserver_preload(["engine.cpu_engine"])
+
+
+def forked(main, *arguments):
+    """hardware.start_process, for the workers of a training: as forks of a process that has imported the engine, which
+    takes most of a short run. Commands in processes of their own begin them as users do."""
+    if main is not train._worker_process:
+        return spawned(main, *arguments)
+    with (mock.patch.object(multiprocessing, "get_context", lambda _: FORKS),
+          mock.patch.dict(os.environ, PYTHONPATH=egg_config.ROOT)):
+        return spawned(main, *arguments)
+
+
+hardware.start_process = forked
 
 
 def compiled_once_for(cfg):
