@@ -817,7 +817,8 @@ def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
 def test_a_reward_that_is_earned_by_less_is_told(tmp_path):
     """By ever shorter texts, and whatever the prompt."""
     told = []
-    progress = Progress(FAKE, SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b""),
+    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"", tokens=lambda step: 0)
+    progress = Progress(FAKE, run,
                         SimpleNamespace(emit=lambda *_, **more: None, warn=told.append))
     for step, words, reward, others in (0, 47, 0.1, 0.1), (2, 30, 0.4, 0.1), (4, 20, 0.8, 0.75), (6, 4, 0.9, 0.9):
         progress.run.step = step
@@ -991,7 +992,7 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     for name, why in ("no.py", "No such file or directory"), (".", "Is a directory"):
         said = run(f"train --objective {name} --save-dir x", status=2)
         assert f"egg: {name}: {why}: give --objective the path" in said
-    assert "give --objective the path" in run("train --objective '' --steps 1", status=2)
+    assert "'' is not the name of a file" in run("train --objective '' --steps 1", status=2)
     for more in "own.txt", "--tokens 5":
         said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)
         assert "leave FILE and --tokens out" in said
