@@ -122,9 +122,9 @@ def step_alone(engine):
     return fitness, np.hstack(losses), engine.update(fitness)
 
 
-def expected(steps, cfg=CFG, kind=None):
-    """([packed fitness of each step], digest) as one engine, of the class `kind`, without a network does it."""
-    engine = (kind or FakeEngine)(cfg)
+def expected(steps, cfg=CFG):
+    """([packed fitness of each step], digest) as one engine without a network does it."""
+    engine = FakeEngine(cfg)
     return [step_alone(engine)[0] for _ in range(steps)], engine.digest()
 
 
@@ -182,11 +182,11 @@ def card(cfg=CFG, **values):
             "config": cfg.saved(), "data": "", **values}
 
 
-class Lying:
-    """Of an engine: evaluates wrongly from some step on."""
+class Liar(FakeEngine):
+    """Evaluates wrongly from some step on."""
 
-    def __init__(self, cfg=CFG, start=0, **options):
-        super().__init__(cfg, **options)
+    def __init__(self, cfg=CFG, start=0, pause=0.0):
+        super().__init__(cfg, pause)
         self.start = start
 
     def evaluate(self, first, count):
@@ -199,28 +199,19 @@ class Lying:
         return pack_digits(-rules.unpacked_digits(packed, 5 * len(packed))), loss
 
 
-class Liar(Lying, FakeEngine):
-    pass
+class Drifting(FakeEngine):
+    """Its weights change by themselves after some step, once."""
 
-
-class Drifts:
-    """Of an engine: its weights change by themselves after some step, so many times."""
-
-    def __init__(self, cfg=CFG, after=3, times=1, **options):
-        super().__init__(cfg, **options)
-        self.after, self.times = after, times
+    def __init__(self, cfg=CFG, after=3, pause=0.0):
+        super().__init__(cfg, pause)
+        self.after, self.drifted = after, False
 
     def update(self, fitness):
         changed = super().update(fitness)
-        if self.step >= self.after and self.times:
-            self.times -= 1
-            self.drift()
+        if self.step >= self.after and not self.drifted:
+            self.drifted = True
+            self.weights[3] ^= 1
         return changed
-
-
-class Drifting(Drifts, FakeEngine):
-    def drift(self):
-        self.weights[3] ^= 1
 
 
 def begin_together(engines):

@@ -23,8 +23,8 @@ MODELS = {
 }
 STEP, REPORT = ("load", "step"), ("validate", "write", "digest")
 ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (STEP, REPORT)]
-# a card for each way through the code: large tiles, small ones, wgmma; without kernels that another case compiles to the
-# same instructions; the deep run has all of them
+# a card for each way through the code: large tiles, small ones, wgmma; without kernels that another case compiles to
+# the same instructions; the deep run has all of them
 CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), STEP, "full_width|up|head"),
          ("transformer", (9, 0), REPORT, ""), ("gru", (8, 0), REPORT, ""), ("wide gru", (8, 6), REPORT, "recur"),
          ("transforms and Muon", (8, 6), REPORT, "embed"), ("transforms and Muon", (8, 0), STEP, "muon|embed"),

@@ -12,7 +12,7 @@ from pytest import mark
 import egg_config
 from cluster import history
 from cluster.history import open_run
-from model import rules, steps
+from model import rules
 from coordinators import filled, kept, refused, replayed, whole
 from fakes import CFG, any_fitness, changed, full
 from readings import configured
@@ -44,16 +44,6 @@ def cannot_open(words, directory, cfg=CFG, load_dir=None):
     """A run is refused with these words, a pattern, in one line."""
     with refused(words, history.HistoryError):
         open_run(cfg, directory, load_dir)
-
-
-def test_history_keeps_every_step(tmp_path):
-    packed, seed = filled(tmp_path, 150), 42
-    for k in range(150):
-        seed = steps.next_seed(seed, k)
-    with opened(tmp_path) as run:
-        assert (run.step, run.seed, whole(run), run.record(149)[2:4]) == (150, seed, packed, (-149000, 149))
-        run.append(packed[0], 1 << 62, 1)
-    assert kept(tmp_path) == packed + packed[:1]
 
 
 def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):

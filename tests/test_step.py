@@ -271,20 +271,15 @@ class ErrsOnce(Liar):
         return super().evaluate(first, count)
 
 
-both = mark.parametrize("base", [CFG, UNITS], ids=["weights", "units"])
-
-
-@both
-def test_two_workers_survive_a_wrong_digit_once(tmp_path, base):
-    cfg = base.changed(AUDIT_RATE=1.0)
+def test_two_workers_survive_a_wrong_digit_once(tmp_path):
+    cfg = UNITS.changed(AUDIT_RATE=1.0)
     server = cluster(tmp_path, [FakeEngine(cfg, 0.001), ErrsOnce(cfg, pause=0.001)], 24, cfg, save=True)
     assert "they evaluate it again" in server.said and "worker w1 has erred, 1 of 3 times" in server.said
     assert "w0 has erred" not in server.said and kept(tmp_path, cfg) == expected(24, cfg)[0]
 
 
-@both
-def test_who_computes_wrongly_is_found_named_and_out_at_its_third_error(tmp_path, base):
-    cfg = base.changed(AUDIT_RATE=1.0)
+def test_who_computes_wrongly_is_found_named_and_out_at_its_third_error(tmp_path):
+    cfg = UNITS.changed(AUDIT_RATE=1.0)
     honest, *others = [FakeEngine(cfg, 0.002) for _ in range(3)]
     server = cluster(tmp_path, [honest, Liar(cfg, 2, pause=0.001), *others], 20, cfg, save=True)
     for count in 1, 2:
@@ -295,12 +290,11 @@ def test_who_computes_wrongly_is_found_named_and_out_at_its_third_error(tmp_path
     assert (tmp_path / BANNED_FILE).read_text().startswith("w1\tits result")
 
 
-@both
-def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, base):
+def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path):
     """Without audits: who is wrong from its first chunk on changes no step, and comes back under no new name."""
-    engines = [FakeEngine(base, 0.002), Liar(base, pause=0.001), FakeEngine(base, 0.002)]
-    server = cluster(tmp_path, engines, PROBATION, base, save=True, probation=PROBATION)
-    assert "w1 has erred" in server.said and kept(tmp_path, base) == expected(PROBATION, base)[0]
+    engines = [FakeEngine(UNITS, 0.002), Liar(UNITS, pause=0.001), FakeEngine(UNITS, 0.002)]
+    server = cluster(tmp_path, engines, PROBATION, UNITS, save=True, probation=PROBATION)
+    assert "w1 has erred" in server.said and kept(tmp_path, UNITS) == expected(PROBATION, UNITS)[0]
 
 
 def test_a_withdrawn_result_is_not_in_the_sums():
