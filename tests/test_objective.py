@@ -818,8 +818,7 @@ def test_a_reward_that_is_earned_by_less_is_told(tmp_path):
     """By ever shorter texts, and whatever the prompt."""
     told = []
     run = SimpleNamespace(step=0, start=SimpleNamespace(step=0), held_out=b"", tokens=lambda step: 0)
-    progress = Progress(FAKE, run,
-                        SimpleNamespace(emit=lambda *_, **more: None, warn=told.append))
+    progress = Progress(FAKE, run, SimpleNamespace(emit=lambda *_, **more: None, warn=told.append))
     for step, words, reward, others in (0, 47, 0.1, 0.1), (2, 30, 0.4, 0.1), (4, 20, 0.8, 0.75), (6, 4, 0.9, 0.9):
         progress.run.step = step
         progress.rewarded(step, 4, reward, {"news": "", "numbers": {"words_a_text": words, "with_other_rows": others}})
