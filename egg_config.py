@@ -194,9 +194,9 @@ PRESETS = {
     # decay the units of the MLP are cut after some thousand steps, and the run becomes worse.
     "laptop-bytes": dict(
         MODEL="gru", PERTURB="units", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
-        MLP_RELU=1, CHUNK_SIZE=32, POPULATION_SIZE=64, HOST_GAUSSIAN=1, LOSS="exact",
+        MLP_RELU=1, CHUNK_SIZE=32, POPULATION_SIZE=64, HOST_GAUSSIAN=1, HOST_MASK=7, LOSS="exact",
         SOFTMAX_EXP_SCALE=12.0, ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.25, VOTE_LEVELS=7, USE_MUON=1,
-        MUON_LR_SCALE=3.0, ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0006,
+        MUON_LR_SCALE=6.0, ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0006,
         LR_SCHEDULE="0:0.5, 50:0.463, 100:0.433, 150:0.408, 200:0.387, 300:0.354, 450:0.316, 600:0.289, 900:0.25, "
                     "1200:0.224, 1800:0.189, 2700:0.158, 4000:0.132, 6000:0.109, 10000:0.086, 20000:0.061",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
@@ -229,13 +229,13 @@ PRESETS = {
 # 20 s on two cores 1.82 bits/byte with them, 1.97 without.
 PRESETS["laptop"] = {
     **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0,
-    "SOFTMAX_EXP_SCALE": 14.0, "SOFT_TARGETS": "0:1, 400:2", "MUON_LR_SCALE": 6.0,
+    "SOFTMAX_EXP_SCALE": 14.0, "SOFT_TARGETS": "0:1, 400:2", "MUON_LR_SCALE": 9.0,
     "ADAM_WEIGHT_DECAY": 0.002,
     "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
 # Bytes on a large GPU: a larger model, and 512 windows a step.
 PRESETS["best-bytes"] = {
     **PRESETS["laptop-bytes"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "CHUNK_SIZE": 512, "POPULATION_SIZE": 512,
-    "SOFTMAX_EXP_SCALE": 16.0,
+    "SOFTMAX_EXP_SCALE": 16.0, "HOST_MASK": 15, "MUON_LR_SCALE": 3.0,
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
 # What a run with --objective sets where nothing else was said: few windows, and rates and a share of text with which a

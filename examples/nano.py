@@ -72,7 +72,7 @@ def initial_weights():
             state ^= state >> 17
             state ^= state << 5 & 0xFFFFFFFF
             draws[i] = state
-        three = [(2 * (draws >> bit & 1) - 1) * (draws >> bit + 1 & 15) for bit in (0, 5, 10)]
+        three = [(2 * (draws >> bit & 1) - 1) * (draws >> bit + 1 & 7) for bit in (0, 5, 10)]
         weights[name] = sum(three).reshape(rows, cols).astype(f32)
     return weights | {name: np.zeros(H, f32) for name in BIASES}
 
