@@ -43,11 +43,11 @@ END
 while read -r file name; do
   ln -s "$PWD/docs/learning/$file.jsonl" "$work/$name.jsonl"
 done <<'END'
-laptop-bytes-cpu egg: laptop-bytes, 2 cores
+laptop-bytes-cpu egg: laptop-bytes, 2 threads
 best-h200 egg: best, H200
 nano-egg-h200 egg: nano-egg, H200
 nano-egg-jax-h200 nano-egg itself, H200
-backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
+backprop-laptop-bytes-cpu back-propagation: 64 units, 2 threads
 backprop-gru-64-h200 back-propagation: 64 units, H200
 backprop-gru-256-h200 back-propagation: 256 units, H200
 END

@@ -83,8 +83,9 @@ def test_the_readme_repeats_figures_of_the_benchmarks():
 def test_the_picture_of_learning_shows_figures_of_the_readme():
     """The validation of a curve that is nearest to a time in the README's table."""
     curves = {(name, card): file for file, name, card in re.findall(
-        r"^(\S+) egg: ([\w-]+), (H200|2 cores)$", (HERE / "lab" / "learning.sh").read_text(), re.M)}
-    table = re.findall(r"^\| `([\w-]+)`, (?:one )?(H200|2 cores), after (.*?) \| (.*?) \|", README.read_text(), re.M)
+        r"^(\S+) egg: ([\w-]+), (H200|2 threads)$", (HERE / "lab" / "learning.sh").read_text(), re.M)}
+    table = re.findall(r"^\| `([\w-]+)`, (?:one )?(H200|2 threads)[^,]*, after (.*?) \| (.*?) \|",
+                       README.read_text(), re.M)
     assert table
     for name, card, times, figures in table:
         shown = read_curve(HERE / "docs" / "learning" / f"{curves[name, card]}.jsonl").validation
