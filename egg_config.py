@@ -640,6 +640,8 @@ def validate(cfg, saved, given):
         need(rule is None, name, rule)
         need(constant.model in (None, cfg.MODEL) or value in (constant.value, saved.get(name)), name,
              f"has no meaning with MODEL = {cfg.MODEL}: leave it at {constant.value}")
+    for name in DATA_FILES:
+        need(getattr(cfg, name), name, "must name a file")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     if cfg.MODEL == "transformer":
         need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")

@@ -25,7 +25,7 @@ SAMPLES = 4                                            # draws of the ranges, fo
 CPUS, GPUS = 1, 0                                      # of a trial
 SETTINGS = {
     "VALIDATE_EVERY": 50,
-    "MUON_LR_SCALE": tune.grid_search([2.0, 3.0, 5.0]),
+    "MUON_LR_SCALE": tune.grid_search([4.0, 6.0, 9.0]),
     "LR_SCHEDULE": tune.grid_search(["0:0.5,200:0.25", "0:0.25"]),
     "ADAM_WEIGHT_DECAY": tune.loguniform(1e-4, 0.1),
     "ISLAND_SEED": tune.grid_search([1, 2])}           # each setting again, with other draws

@@ -59,6 +59,7 @@ deggs | SOFT_TARGETS=4 | '4' is not step:context,step:context,...
 deggs | SOFT_TARGETS=0:2 | SOFT_TARGETS = 0:2: needs LOSS exact
 deggs | SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256 | contexts must be from 0 to 7
 deggs | SOFT_TARGETS=0:4 LOSS=exact | contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192
+laptop | VAL_FILE= | VAL_FILE = : must name a file
 deggs | HOST_MASK=50 HOST_GAUSSIAN=1 | HOST_MASK = 50: must be at most 42 with HOST_GAUSSIAN
 deggs | PERTURB=units ADAPTIVE_NOISE_MODE=0 NTT_MODE=1 | NTT_MODE = 1: must be 0 with PERTURB = units
 deggs | PERTURB=activations | PERTURB = activations: must be one of weights, units
