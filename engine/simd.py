@@ -313,10 +313,10 @@ def _entry(builder, plane, d):
     return builder.select(far, *(builder.call(permute, [plane[q], d, plane[q + 1]]) for q in (2, 0)))
 
 
-def _up_to(builder, count, at, most):
-    """int64: min(count - at, most)."""
+def _in_block(builder, count, at):
+    """int64: how many of `count` elements are in the block that begins with element `at`."""
     left = builder.sub(count, at)
-    return builder.select(builder.icmp_signed("<", left, I64(most)), left, I64(most))
+    return builder.select(builder.icmp_signed("<", left, I64(64)), left, I64(64))
 
 
 def _entry_at(builder, table, distance):
@@ -328,7 +328,7 @@ def _look_up_one_by_one(builder, table, top, shift, z, count, out):
     total, d = cgutils.alloca_once_value(builder, I64(0)), cgutils.alloca_once(builder, I8, 64)
     with _blocks(builder, count) as at:
         _store(builder, _distances(builder, top, shift, builder.gep(z, [at])), d)
-        with cgutils.for_range(builder, _up_to(builder, count, at, 64), intp=I64) as loop:
+        with cgutils.for_range(builder, _in_block(builder, count, at), intp=I64) as loop:
             e = _entry_at(builder, table, builder.gep(d, [loop.index]))
             if out is not None:
                 builder.store(e, builder.gep(out, [builder.add(at, loop.index)]))
@@ -345,7 +345,7 @@ def _look_up(builder, table, top, shift, z, count, out=None):
     sums = [cgutils.alloca_once_value(builder, _all(quarter, 0)) for _ in range(3)]
     with _blocks(builder, count) as at:
         d = _distances(builder, top, shift, builder.gep(z, [at]))
-        left = _up_to(builder, count, at, 64)
+        left = _in_block(builder, count, at)
         inside = builder.icmp_signed("<", ir.Constant(bytes_, list(range(64))), _like(builder, left, bytes_))
         values = [_entry(builder, plane, d) for plane in planes[:3 if out is None else 4]]
         for e, cell in zip(values, sums):
@@ -394,7 +394,7 @@ def rounded(builder, table: "array", near, small, most, top, shift, z: "array", 
         random = builder.add(_like(builder, builder.add(first, small), halves), steps)
         may = builder.or_(builder.icmp_unsigned("<=", distances, _like(builder, near, distances.type)),
                           builder.icmp_unsigned("<", random, _like(builder, most, halves)))
-        inside = builder.lshr(I64(-1), builder.sub(I64(64), _up_to(builder, count, at, 64)))
+        inside = builder.lshr(I64(-1), builder.sub(I64(64), _in_block(builder, count, at)))
         builder.store(builder.and_(builder.bitcast(may, I64), inside), left)
         with cgutils.for_range(builder, builder.ctpop(builder.load(left)), intp=I64):
             bits, number = builder.load(left), builder.load(total)

@@ -101,6 +101,7 @@ def _size(path):
 
 
 def _digest(path):
+    """SHA-256 (hex) of a file. Raises DataError where there is none."""
     _size(path)
     return sha256_of(path)
 
